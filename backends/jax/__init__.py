@@ -1,0 +1,1 @@
+"""The structured ops a second time, in JAX: an independent reference."""

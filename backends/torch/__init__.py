@@ -1,0 +1,1 @@
+"""Library and plain PyTorch kernels."""

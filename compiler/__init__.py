@@ -1,0 +1,1 @@
+"""Capture, cost model, pipeline driver, plan writing, explain."""

@@ -1,0 +1,1 @@
+"""Machines as data: schema, units, topology, and the descriptions themselves."""

@@ -1,0 +1,1 @@
+"""The language of metainfer and its artefacts: types, graphs, ops, text, verifier, interpreter."""

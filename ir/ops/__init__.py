@@ -1,0 +1,1 @@
+"""One record per op: infer, reference, flops, bytes, sharding rule."""

@@ -1,0 +1,1 @@
+"""Graph to graph rewrites; PIPELINE is the order in which they run."""
