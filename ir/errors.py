@@ -43,12 +43,21 @@ class ParseError(MetainferError):
     """Text that is not of the language; carries the 1-based line and column."""
 
     def __init__(
-        self, what: str, *, line: int, column: int, text: str = "", origin: str = "", advice: str = ""
+        self,
+        what: str,
+        *,
+        line: int,
+        column: int,
+        text: str = "",
+        origin: str = "",
+        advice: str = "",
     ) -> None:
         self.line = line
         self.column = column
         place = f"line {line}, column {column}"
-        super().__init__(what, text=text, origin=f"{origin}: {place}" if origin else place, advice=advice)
+        super().__init__(
+            what, text=text, origin=f"{origin}: {place}" if origin else place, advice=advice
+        )
 
 
 class TypeMismatch(MetainferError):

@@ -1,0 +1,335 @@
+"""Element types: plain scalars and block-quantized formats, one definition each.
+
+A block format stores each block of elements as small codes plus one scale (and maybe one
+offset) per block; its value is ``code * scale + offset``. Text forms::
+
+    f32  bf16  i8                   scalars
+    i8/32:f16                       int8 codes, blocks of 32 along the last dim, f16 scales (GGUF Q8_0)
+    u4/32:f16+f16                   unsigned 4-bit codes with an offset per block (GGUF Q4_1)
+    f8e4m3/128x128:f32              fp8 with 128 x 128 blocks
+    f4e2m1/32:f8e8m0                MXFP4
+    i8/row:f32                      one scale per row
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+
+from metainfer.ir.errors import TypeMismatch
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A plain element type.
+
+    Attributes:
+        name: text form.
+        bits: storage of one element.
+        kind: "float", "int", "uint" or "bool".
+    """
+
+    name: str
+    bits: int
+    kind: str
+
+    def __str__(self) -> str:
+        """Print the text form."""
+        return self.name
+
+    @property
+    def is_float(self) -> bool:
+        """Whether values are floating point."""
+        return self.kind == "float"
+
+    @property
+    def numpy(self) -> np.dtype:
+        """The numpy dtype that holds one element (4-bit types take a byte each)."""
+        return _NUMPY[self.name]
+
+    def size_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a dense array of this shape, 4-bit elements packed in pairs."""
+        return (math.prod(shape) * self.bits + 7) // 8
+
+
+_SCALARS: dict[str, Scalar] = {
+    s.name: s
+    for s in (
+        Scalar("bool", 8, "bool"),
+        Scalar("i4", 4, "int"),
+        Scalar("u4", 4, "uint"),
+        Scalar("i8", 8, "int"),
+        Scalar("u8", 8, "uint"),
+        Scalar("i16", 16, "int"),
+        Scalar("i32", 32, "int"),
+        Scalar("i64", 64, "int"),
+        Scalar("f16", 16, "float"),
+        Scalar("bf16", 16, "float"),
+        Scalar("f32", 32, "float"),
+        Scalar("f64", 64, "float"),
+        Scalar("f8e4m3", 8, "float"),
+        Scalar("f8e5m2", 8, "float"),
+        Scalar("f8e8m0", 8, "float"),
+        Scalar("f4e2m1", 4, "float"),
+    )
+}
+_NUMPY: dict[str, np.dtype] = {
+    "bool": np.dtype(np.bool_),
+    "i4": np.dtype(np.int8),
+    "u4": np.dtype(np.uint8),
+    "i8": np.dtype(np.int8),
+    "u8": np.dtype(np.uint8),
+    "i16": np.dtype(np.int16),
+    "i32": np.dtype(np.int32),
+    "i64": np.dtype(np.int64),
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+    "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "f8e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "f8e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "f4e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block-quantized format over the trailing dims of a tensor.
+
+    Attributes:
+        element: type of the codes.
+        block: block extents over the last ``len(block)`` dims; 0 means the whole dim ("row").
+        scale: type of the scale of each block.
+        offset: type of the offset of each block, or None where the format is symmetric.
+    """
+
+    element: Scalar
+    block: tuple[int, ...]
+    scale: Scalar
+    offset: Scalar | None = None
+
+    def __str__(self) -> str:
+        """Print the text form."""
+        blocks = "row" if self.block == (0,) else "x".join(map(str, self.block))
+        offset = f"+{self.offset}" if self.offset else ""
+        return f"{self.element}/{blocks}:{self.scale}{offset}"
+
+    @property
+    def name(self) -> str:
+        """The text form, so that every dtype has a name."""
+        return str(self)
+
+    @property
+    def kind(self) -> str:
+        """Block formats stand for real numbers."""
+        return "float"
+
+    @property
+    def is_float(self) -> bool:
+        """Block formats stand for real numbers."""
+        return True
+
+    @property
+    def bits(self) -> float:
+        """Bits of one element with its share of the scales, for whole blocks (rows: codes only)."""
+        per_block = math.prod(self.block)
+        if per_block == 0:
+            return self.element.bits
+        return (
+            self.element.bits
+            + (self.scale.bits + (self.offset.bits if self.offset else 0)) / per_block
+        )
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of a tensor of ``shape``; the last block of a dim may be short.
+
+        Raises: TypeMismatch if the tensor has fewer dims than the block.
+        """
+        if len(shape) < len(self.block):
+            raise TypeMismatch(
+                f"{self} needs at least {len(self.block)} dims, the tensor has {len(shape)}"
+            )
+        lead = shape[: len(shape) - len(self.block)]
+        tail = shape[len(lead) :]
+        return lead + tuple(
+            1 if b == 0 else -(-n // b) for n, b in zip(tail, self.block, strict=True)
+        )
+
+    def size_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of codes, scales and offsets of a tensor of ``shape``."""
+        blocks = math.prod(self.scale_shape(shape))
+        side = self.scale.bits + (self.offset.bits if self.offset else 0)
+        return self.element.size_bytes(shape) + (blocks * side + 7) // 8
+
+
+DType = Scalar | Block
+
+BOOL = _SCALARS["bool"]
+I4 = _SCALARS["i4"]
+U4 = _SCALARS["u4"]
+I8 = _SCALARS["i8"]
+U8 = _SCALARS["u8"]
+I16 = _SCALARS["i16"]
+I32 = _SCALARS["i32"]
+I64 = _SCALARS["i64"]
+F16 = _SCALARS["f16"]
+BF16 = _SCALARS["bf16"]
+F32 = _SCALARS["f32"]
+F64 = _SCALARS["f64"]
+F8E4M3 = _SCALARS["f8e4m3"]
+F8E5M2 = _SCALARS["f8e5m2"]
+F8E8M0 = _SCALARS["f8e8m0"]
+F4E2M1 = _SCALARS["f4e2m1"]
+
+# GGUF's storage formats, as values of the same definition. Q4_K and Q6_K nest two scales; their
+# product is exact in f32, so the flat form loses nothing.
+GGUF_FORMATS: dict[str, Block] = {
+    "Q4_0": Block(I4, (32,), F16),
+    "Q4_1": Block(U4, (32,), F16, F16),
+    "Q8_0": Block(I8, (32,), F16),
+    "Q4_K": Block(U4, (32,), F32, F32),
+    "Q6_K": Block(I8, (16,), F32),
+}
+MXFP4 = Block(F4E2M1, (32,), F8E8M0)
+MXFP8 = Block(F8E4M3, (32,), F8E8M0)
+NVFP4 = Block(F4E2M1, (16,), F8E4M3)
+FP8_BLOCK = Block(F8E4M3, (128, 128), F32)
+
+_BLOCK_RE = re.compile(
+    r"(?P<element>\w+)/(?P<block>row|\d+(?:x\d+)*):(?P<scale>\w+)(?:\+(?P<offset>\w+))?"
+)
+SCALAR_NAMES = tuple(_SCALARS)
+
+
+def _scalar(name: str, whole: str) -> Scalar:
+    found = _SCALARS.get(name)
+    if found is None:
+        known = ", ".join(_SCALARS)
+        raise TypeMismatch(f"unknown element type {name!r} in {whole!r}", advice=f"known: {known}")
+    return found
+
+
+@cache
+def parse_dtype(text: str) -> DType:
+    """Read the text form of an element type.
+
+    Raises: TypeMismatch if it is not one.
+    """
+    match = _BLOCK_RE.fullmatch(text)
+    if match is None:
+        return _scalar(text, text)
+    block = (0,) if match["block"] == "row" else tuple(int(n) for n in match["block"].split("x"))
+    if match["block"] != "row" and 0 in block:
+        raise TypeMismatch(
+            f"a block of extent 0 in {text!r}", advice="write /row for one scale per row"
+        )
+    offset = _scalar(match["offset"], text) if match["offset"] else None
+    return Block(_scalar(match["element"], text), block, _scalar(match["scale"], text), offset)
+
+
+@dataclass(frozen=True)
+class BlockArray:
+    """Values of a block format: one code per element, one scale (and offset) per block.
+
+    Shapes: codes [*shape], scales and offsets [*format.scale_shape(shape)].
+    Source: value = code * scale + offset, computed in float32.
+    """
+
+    format: Block
+    codes: np.ndarray
+    scales: np.ndarray
+    offsets: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that the codes stand for."""
+        return tuple(self.codes.shape)
+
+    def dequantize(self) -> np.ndarray:
+        """Return the float32 values, shape [*shape]."""
+        scales = _spread(self.scales.astype(np.float32), self.format, self.shape)
+        values = self.codes.astype(np.float32) * scales
+        if self.offsets is None:
+            return values
+        return values + _spread(self.offsets.astype(np.float32), self.format, self.shape)
+
+
+def _spread(per_block: np.ndarray, format: Block, shape: tuple[int, ...]) -> np.ndarray:
+    """Repeat each block's number over its elements and cut to ``shape``."""
+    lead = len(shape) - len(format.block)
+    for axis, extent in enumerate(format.block, start=lead):
+        if extent:
+            per_block = np.repeat(per_block, extent, axis=axis)
+    # A whole-dim block keeps extent 1 and broadcasts.
+    return per_block[tuple(slice(0, n) for n in shape)]
+
+
+def quantize(values: np.ndarray, format: Block) -> BlockArray:
+    """Round float values to a block format, ties of codes to even.
+
+    Symmetric integer formats map the largest magnitude of a block to the largest code; formats with
+    an offset map [min, max] to the whole code range; float codes map it to the largest finite
+    code. Blocks of zeros get scale 0 (codes 0). Scales are rounded to their type before codes are chosen,
+    so that the error is that of the stored numbers.
+
+    Shapes: values [*shape] -> codes [*shape], scales [*format.scale_shape(shape)].
+    """
+    x = np.asarray(values, dtype=np.float32)
+    blocks = _blocks(x, format)
+    low, high = blocks.min(axis=-1), blocks.max(axis=-1)
+    if format.offset is not None:
+        offsets = low.astype(format.offset.numpy)
+        top = float(2**format.element.bits - 1)
+        scales = ((high - offsets.astype(np.float32)) / top).astype(format.scale.numpy)
+    else:
+        offsets = None
+        top = _largest_code(format.element)
+        scales = _round_scale(np.maximum(np.abs(low), np.abs(high)) / top, format.scale)
+    wide = _spread(scales.astype(np.float32), format, x.shape)
+    shift = 0.0 if offsets is None else _spread(offsets.astype(np.float32), format, x.shape)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(wide > 0, (x - shift) / wide, 0.0).astype(np.float32)
+    return BlockArray(format, _encode(ratio, format.element), scales, offsets)
+
+
+def _blocks(x: np.ndarray, format: Block) -> np.ndarray:
+    """Bring each block's elements to one trailing dim, short last blocks filled with their edge."""
+    lead = x.shape[: x.ndim - len(format.block)]
+    tail = x.shape[len(lead) :]
+    extents = [n if b == 0 else b for n, b in zip(tail, format.block, strict=True)]
+    pads = [(0, 0)] * len(lead) + [(0, -n % b) for n, b in zip(tail, extents, strict=True)]
+    padded = np.pad(x, pads, mode="edge") if any(p for _, p in pads) else x
+    counts = [n // b for n, b in zip(padded.shape[len(lead) :], extents, strict=True)]
+    split = padded.reshape(*lead, *(v for pair in zip(counts, extents, strict=True) for v in pair))
+    first = len(lead)
+    order = [*range(first), *range(first, split.ndim, 2), *range(first + 1, split.ndim, 2)]
+    return split.transpose(order).reshape(*lead, *counts, math.prod(extents))
+
+
+def _largest_code(element: Scalar) -> float:
+    if element.kind in ("int", "uint"):
+        return float(2 ** (element.bits - 1) - 1)
+    return float(ml_dtypes.finfo(element.numpy).max)
+
+
+def _round_scale(scales: np.ndarray, scale: Scalar) -> np.ndarray:
+    if scale is not F8E8M0:
+        return scales.astype(scale.numpy)
+    # A power of two, rounded up, so that no value of the block saturates (OCP MX rounds down and clips).
+    safe = np.where(scales > 0, scales, 1.0)
+    exponents = np.clip(np.ceil(np.log2(safe)), -127, 127)
+    return np.exp2(exponents).astype(scale.numpy)
+
+
+def _encode(ratio: np.ndarray, element: Scalar) -> np.ndarray:
+    if element.kind == "uint":
+        return np.clip(np.rint(ratio), 0, 2**element.bits - 1).astype(element.numpy)
+    if element.kind == "int":
+        top = 2 ** (element.bits - 1)
+        return np.clip(np.rint(ratio), -top, top - 1).astype(element.numpy)
+    top_float = _largest_code(element)
+    return np.clip(ratio, -top_float, top_float).astype(element.numpy)
