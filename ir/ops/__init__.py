@@ -1,1 +1,23 @@
-"""One record per op: infer, reference, flops, bytes, sharding rule."""
+"""One record per op: infer, reference, flops, bytes, sharding rule.
+
+Importing this package registers them all.
+"""
+
+from metainfer.ir.ops import attention, elementwise, linear, load, nn, reduce, shape
+from metainfer.ir.ops.record import OPS, Builder, OpDef, infer_types, op_def, op_sizes
+
+__all__ = [
+    "OPS",
+    "Builder",
+    "OpDef",
+    "attention",
+    "elementwise",
+    "infer_types",
+    "linear",
+    "load",
+    "nn",
+    "op_def",
+    "op_sizes",
+    "reduce",
+    "shape",
+]

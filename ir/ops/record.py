@@ -1,0 +1,314 @@
+"""The record of an op, and the registry that one decorator fills.
+
+An op is written as its numpy reference; the signature gives the text form:
+
+    @op("rms_norm", infer=..., flops=..., shard="... D!, D! -> ... D!")
+    def rms_norm(x: Array, weight: Array, *, eps: float) -> Array:
+
+Positional parameters are operands (``| None`` makes a trailing one optional, ``*xs`` takes any number),
+keyword-only ones are attributes with their defaults.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from metainfer.ir.dims import Dim
+from metainfer.ir.errors import TypeMismatch
+from metainfer.ir.graph import Attr, Graph, Op, Source, Value, attrs_of
+from metainfer.ir.types import StateType, TensorType, Type
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Attrs = Mapping[str, Attr]
+Infer = Callable[[Sequence[Type], Attrs], tuple[Type, ...]]
+Count = Callable[["Sizes"], int]
+
+ELEMENTWISE = "elementwise"  # result element i depends on operand elements i only
+VIEW = "view"  # moves no number: may cost nothing
+REDUCTION = "reduction"
+RAW = "raw"  # the reference takes BlockArrays and states as they are
+STATEFUL = "stateful"  # writes a state
+NONDETERMINISTIC = "nondeterministic"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a cost function sees: concrete operand and result types.
+
+    Attributes:
+        operands: types of the operands.
+        results: types of the results.
+        attrs: attributes.
+        env: values of the size symbols.
+    """
+
+    operands: tuple[Type, ...]
+    results: tuple[Type, ...]
+    attrs: Attrs
+    env: Mapping[str, int]
+
+    def shape(self, operand: int) -> tuple[int, ...]:
+        """Concrete shape of an operand."""
+        return _tensor(self.operands[operand]).concrete(self.env)
+
+    def result_shape(self, result: int = 0) -> tuple[int, ...]:
+        """Concrete shape of a result."""
+        return _tensor(self.results[result]).concrete(self.env)
+
+    def num_results(self) -> int:
+        """Elements of the first result."""
+        return int(np.prod(self.result_shape(), dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class OperandSpec:
+    """One operand of the signature."""
+
+    name: str
+    optional: bool = False
+    variadic: bool = False
+
+
+@dataclass(frozen=True)
+class AttrSpec:
+    """One attribute of the signature; ``default`` is `inspect.Parameter.empty` where it is needed."""
+
+    name: str
+    default: Any
+    annotation: Any
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the attribute has no default."""
+        return self.default is inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """Everything the house knows about an op.
+
+    Attributes:
+        name: name in text.
+        operands: operand names in order.
+        attrs: attributes with defaults.
+        infer: operand types and attributes -> result types.
+        reference: numpy function: float32 arrays (and integer arrays) in and out.
+        flops: floating-point operations at concrete sizes.
+        bytes: compulsory memory traffic at concrete sizes.
+        shard: sharding rule in named dims (see `ir.sharding`).
+        traits: properties that passes ask for.
+    """
+
+    name: str
+    operands: tuple[OperandSpec, ...]
+    attrs: tuple[AttrSpec, ...]
+    infer: Infer
+    reference: Callable[..., Any]
+    flops: Count
+    bytes: Count
+    shard: str
+    traits: frozenset[str]
+
+    def has(self, trait: str) -> bool:
+        """Whether the op has a trait."""
+        return trait in self.traits
+
+    def complete(self, attrs: Attrs) -> dict[str, Attr]:
+        """Attributes with defaults filled in.
+
+        Raises: TypeMismatch for an unknown or missing attribute.
+        """
+        known = {spec.name: spec for spec in self.attrs}
+        unknown = [name for name in attrs if name not in known]
+        if unknown:
+            raise TypeMismatch(
+                f"{self.name} has no attribute {unknown[0]!r}",
+                advice=f"it has: {', '.join(known) or 'none'}",
+            )
+        missing = [s.name for s in self.attrs if s.is_required and s.name not in attrs]
+        if missing:
+            raise TypeMismatch(f"{self.name} needs the attribute {missing[0]!r}")
+        return {spec.name: attrs.get(spec.name, spec.default) for spec in self.attrs}
+
+    def check_arity(self, count: int) -> None:
+        """Check the number of operands.
+
+        Raises: TypeMismatch if it does not fit the signature.
+        """
+        least = sum(1 for o in self.operands if not o.optional and not o.variadic)
+        most = None if any(o.variadic for o in self.operands) else len(self.operands)
+        if count < least or (most is not None and count > most):
+            names = ", ".join(
+                o.name + ("?" if o.optional else "...") * (o.optional or o.variadic)
+                for o in self.operands
+            )
+            raise TypeMismatch(f"{self.name}({names}) got {count} operands")
+
+
+OPS: dict[str, OpDef] = {}
+
+
+def _tensor(type_: Type) -> TensorType:
+    if isinstance(type_, TensorType):
+        return type_
+    raise TypeMismatch("a state where a tensor is needed")
+
+
+def _default_bytes(sizes: Sizes) -> int:
+    tensors = [t for t in (*sizes.operands, *sizes.results) if isinstance(t, TensorType)]
+    return sum(t.bytes_at(sizes.env) for t in tensors)
+
+
+def _no_flops(sizes: Sizes) -> int:
+    return 0
+
+
+def op(
+    name: str,
+    *,
+    infer: Infer,
+    flops: Count = _no_flops,
+    bytes: Count = _default_bytes,
+    shard: str = "",
+    traits: Sequence[str] = (),
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register an op; the decorated function is its numpy reference.
+
+    Raises: ValueError if the name is taken.
+    """
+
+    def register(reference: Callable[..., Any]) -> Callable[..., Any]:
+        if name in OPS:
+            raise ValueError(f"op {name!r} is registered twice")
+        operands, attrs = _signature(reference)
+        OPS[name] = OpDef(
+            name, operands, attrs, infer, reference, flops, bytes, shard, frozenset(traits)
+        )
+        return reference
+
+    return register
+
+
+def _signature(
+    reference: Callable[..., Any],
+) -> tuple[tuple[OperandSpec, ...], tuple[AttrSpec, ...]]:
+    operands: list[OperandSpec] = []
+    attrs: list[AttrSpec] = []
+    for p in inspect.signature(reference).parameters.values():
+        if p.kind is inspect.Parameter.KEYWORD_ONLY:
+            attrs.append(AttrSpec(p.name, p.default, p.annotation))
+        else:
+            variadic = p.kind is inspect.Parameter.VAR_POSITIONAL
+            operands.append(OperandSpec(p.name, p.default is None, variadic))
+    return tuple(operands), tuple(attrs)
+
+
+def op_def(name: str) -> OpDef:
+    """The record of an op.
+
+    Raises: TypeMismatch if the name is unknown.
+    """
+    found = OPS.get(name)
+    if found is not None:
+        return found
+    import difflib
+
+    near = difflib.get_close_matches(name, OPS, n=3)
+    advice = (
+        f"did you mean {', '.join(near)}?"
+        if near
+        else "add a record in ir/ops/ (CONTRIBUTING, recipe a)"
+    )
+    raise TypeMismatch(f"unknown op {name!r}", advice=advice)
+
+
+def infer_types(name: str, operands: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
+    """Result types of an op, shardings apart.
+
+    Raises: TypeMismatch if operands or attributes do not fit.
+    """
+    record = op_def(name)
+    record.check_arity(len(operands))
+    return record.infer(operands, record.complete(attrs))
+
+
+def op_sizes(op: Op, env: Mapping[str, int]) -> Sizes:
+    """Concrete sizes of an op, for its cost functions."""
+    attrs = op.attr if op.name in ("fused", "call") else op_def(op.name).complete(op.attr)
+    return Sizes(tuple(v.type for v in op.operands), tuple(v.type for v in op.results), attrs, env)
+
+
+class Builder:
+    """Grows a list of ops with inferred types and fresh names.
+
+    Args:
+        start: number of the first fresh name.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self.ops: list[Op] = []
+        self._next = start
+
+    def fresh(self, type_: Type) -> Value:
+        """A new value name."""
+        value = Value(f"%{self._next}", type_)
+        self._next += 1
+        return value
+
+    def emit(
+        self, name: str, *operands: Value, source: Source | None = None, **attrs: Attr
+    ) -> Value:
+        """Append an op with one result and return it."""
+        return self.emit_many(name, *operands, source=source, **attrs)[0]
+
+    def emit_many(
+        self, name: str, *operands: Value, source: Source | None = None, **attrs: Attr
+    ) -> tuple[Value, ...]:
+        """Append an op and return its results."""
+        types = infer_types(name, [v.type for v in operands], attrs)
+        results = tuple(self.fresh(t) for t in types)
+        # Defaults are left out of the text: what is printed is what differs.
+        kept = {k: v for k, v in attrs.items() if v != _default(name, k)}
+        self.ops.append(Op(name, operands, results, attrs_of(kept), source=source))
+        return results
+
+    def append(self, op: Op) -> None:
+        """Append a finished op."""
+        self.ops.append(op)
+
+
+def _default(name: str, attr: str) -> Any:
+    return next((s.default for s in op_def(name).attrs if s.name == attr), inspect.Parameter.empty)
+
+
+def with_types(op: Op, types: Sequence[Type]) -> Op:
+    """The op with other result types."""
+    results = tuple(replace(v, type=t) for v, t in zip(op.results, types, strict=True))
+    return replace(op, results=results)
+
+
+__all__ = [
+    "ELEMENTWISE",
+    "NONDETERMINISTIC",
+    "OPS",
+    "RAW",
+    "REDUCTION",
+    "STATEFUL",
+    "VIEW",
+    "Array",
+    "Attrs",
+    "Builder",
+    "Dim",
+    "Graph",
+    "OpDef",
+    "Sizes",
+    "StateType",
+    "infer_types",
+    "op",
+    "op_def",
+    "op_sizes",
+    "with_types",
+]
