@@ -1,0 +1,7 @@
+"""Weight files: safetensors and GGUF, mapped into memory and read tensor by tensor."""
+
+from metainfer.runtime.checkpoint.expect import check_tensors
+from metainfer.runtime.checkpoint.interface import Checkpoint, TensorInfo
+from metainfer.runtime.checkpoint.locate import open_checkpoint
+
+__all__ = ["Checkpoint", "TensorInfo", "check_tensors", "open_checkpoint"]

@@ -1,0 +1,59 @@
+"""Finds out what lies at a path and opens it."""
+
+from pathlib import Path
+
+from metainfer.ir.errors import CheckpointError
+from metainfer.runtime.checkpoint.gguf_file import GgufCheckpoint
+from metainfer.runtime.checkpoint.interface import Checkpoint
+from metainfer.runtime.checkpoint.safetensors_file import SafetensorsFile, SafetensorsFolder
+
+_FORMS = "give a folder with *.safetensors (and their index), a .safetensors file or a .gguf file"
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a folder of safetensors files, one such file, or a GGUF file.
+
+    Raises: CheckpointError if nothing readable lies there or a file is damaged.
+    """
+    place = Path(path)
+    if place.is_dir():
+        return _open_folder(place)
+    if not place.exists():
+        raise CheckpointError("there is no such checkpoint", origin=str(place), advice=_FORMS)
+    if place.suffix == ".gguf":
+        return GgufCheckpoint(place)
+    if place.suffix == ".safetensors":
+        return SafetensorsFile(place)
+    if place.name.endswith(".safetensors.index.json"):
+        return SafetensorsFolder(place)
+    raise CheckpointError("not a checkpoint file", origin=str(place), advice=_FORMS)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    files = sorted(folder.glob("*.safetensors"))
+    if len(indexes) == 1:
+        return SafetensorsFolder(indexes[0])
+    if len(indexes) > 1:
+        names = "\n".join(p.name for p in indexes)
+        raise CheckpointError(
+            "the folder has several indexes", text=names, origin=str(folder), advice="name one"
+        )
+    if len(files) == 1:
+        return SafetensorsFile(files[0])
+    if files:
+        raise CheckpointError(
+            f"the folder has {len(files)} safetensors files and no index",
+            text="\n".join(p.name for p in files),
+            origin=str(folder),
+            advice="download model.safetensors.index.json too, or name one file",
+        )
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return GgufCheckpoint(ggufs[0])
+    if ggufs:
+        names = "\n".join(p.name for p in ggufs)
+        raise CheckpointError(
+            "the folder has several GGUF files", text=names, origin=str(folder), advice="name one"
+        )
+    raise CheckpointError("the folder has no checkpoint", origin=str(folder), advice=_FORMS)
