@@ -1,0 +1,95 @@
+"""What a user may ask for: one frozen record, no other flags."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from metainfer.ir.errors import MetainferError
+
+
+class OptionError(MetainferError):
+    """An option with a value that makes no sense."""
+
+
+ACTIVATIONS = ("auto", "f32", "bf16")
+WEIGHTS = ("auto", "keep", "f32", "bf16", "int8", "int4")
+KV = ("auto", "f32", "bf16")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a compilation.
+
+    Attributes:
+        activations: element type between ops; "auto" is what the device computes fastest.
+        weights: "auto" keeps the checkpoint's format where the device has a kernel for it; "keep"
+            insists; "f32" and "bf16" dequantize; "int8" and "int4" quantize linears (lossy).
+        exact: whether kernels may add no rounding of their own (int8 activations, say).
+        kv: element type of cached keys and values.
+        max_tokens: largest step of a prefill, in tokens (the chunk).
+        max_sequences: largest number of sequences in a step.
+        max_context: longest sequence in tokens; 0 is the model's own limit, as far as memory allows.
+        page_size: tokens per page; 0 lets the layout pass choose.
+        memory_fraction: part of the device's memory that a plan may use.
+        strict: whether a generic fallback is an error.
+        pins: (group, kernel) choices forced by the user; a group is an op name or fused kind.
+        forbids: kernels never to be chosen.
+        skip_passes: passes left out, for bisecting.
+    """
+
+    activations: str = "auto"
+    weights: str = "auto"
+    exact: bool = False
+    kv: str = "auto"
+    max_tokens: int = 512
+    max_sequences: int = 8
+    max_context: int = 0
+    page_size: int = 0
+    memory_fraction: float = 0.9
+    strict: bool = False
+    pins: tuple[tuple[str, str], ...] = ()
+    forbids: tuple[str, ...] = ()
+    skip_passes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises: OptionError naming the field and its legal values.
+        """
+        for name, legal in (("activations", ACTIVATIONS), ("weights", WEIGHTS), ("kv", KV)):
+            if getattr(self, name) not in legal:
+                raise OptionError(
+                    f"{name} = {getattr(self, name)!r} is not known", advice=f"choose one of {', '.join(legal)}"
+                )
+        for name in ("max_tokens", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.max_sequences > self.max_tokens:
+            raise OptionError(
+                f"max_sequences = {self.max_sequences} is more than max_tokens = {self.max_tokens}",
+                advice="a decode step holds one token of each sequence: raise max_tokens",
+            )
+        if self.max_context < 0 or self.page_size < 0:
+            raise OptionError("max_context and page_size cannot be negative")
+        if not 0 < self.memory_fraction <= 1:
+            raise OptionError(f"memory_fraction = {self.memory_fraction} is not in (0, 1]")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a plan."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> "Options":
+        """Read plain data back.
+
+        Raises: OptionError for an unknown field.
+        """
+        known = {f.name for f in fields(Options)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise OptionError(f"unknown option {unknown[0]!r}", advice=f"known: {', '.join(sorted(known))}")
+        frozen = {k: _frozen(v) for k, v in data.items()}
+        return Options(**frozen)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
