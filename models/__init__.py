@@ -1,1 +1,7 @@
-"""Plain PyTorch models and their ModelSpec."""
+"""Models in plain PyTorch, and the specs that describe them to the compiler."""
+
+# Model by name: the module's attribute ``spec`` is its ModelSpec. A model is added in its own
+# file and in one line here.
+MODELS: dict[str, str] = {
+    "smollm2": "metainfer.models.smollm2",
+}

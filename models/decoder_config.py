@@ -1,0 +1,275 @@
+"""Sizes and switches of a dense decoder, and how to read them from a Hugging Face config."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from metainfer.ir.errors import TypeMismatch, Unsupported
+from metainfer.ir.rope import Rope
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+_HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_HF_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Switches of these families that would change what is computed and that we do not know.
+_REFUSED = ("attention_chunk_size", "attn_logit_softcapping", "quantization_config")
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A dense decoder: attention with grouped heads and rotary positions, then a gated MLP.
+
+    Attributes:
+        hidden: width of the residual stream.
+        layers: number of blocks.
+        heads: query heads.
+        kv_heads: key and value heads; divides ``heads``.
+        head_dim: width of one head.
+        intermediate: width of the MLP.
+        vocab: rows of the embedding.
+        max_positions: longest sequence.
+        eps: added to the mean square in every norm.
+        rope: parameters of the rotary embedding.
+        tie: whether embedding and head share one weight.
+        qkv_bias: whether the query, key and value projections have biases.
+        o_bias: whether attention's output projection has one.
+        mlp_bias: whether the MLP's projections have them.
+        qk_norm: whether queries and keys are normalised per head.
+        windows: last positions that each layer sees, 0 for all; () means 0 in every layer.
+        activation: "silu" or "gelu_tanh".
+        scale: multiplies attention scores; 0 means head_dim ** -0.5.
+
+    Raises: TypeMismatch if the sizes do not fit together, Unsupported for an unknown activation.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    eps: float = 1e-6
+    rope: Rope = field(default_factory=Rope)
+    tie: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    activation: str = "silu"
+    scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check that the sizes fit together."""
+        sizes = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
+        for name in (*sizes, "max_positions"):
+            if getattr(self, name) < 1:
+                raise TypeMismatch(f"a decoder with {name} = {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise TypeMismatch(f"{self.heads} query heads over {self.kv_heads} key heads")
+        if self.head_dim % 2:
+            raise TypeMismatch(f"rotary heads of odd width {self.head_dim}")
+        if self.windows and len(self.windows) != self.layers:
+            raise TypeMismatch(f"{len(self.windows)} windows for {self.layers} layers")
+        if self.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise Unsupported(
+                f"a decoder with activation {self.activation!r}", advice=f"known: {known}"
+            )
+
+    def window_of(self, layer: int) -> int:
+        """Last positions that a layer sees; 0 for all."""
+        return self.windows[layer] if self.windows else 0
+
+    def tiny(self) -> "DecoderConfig":
+        """A two-layer form with every switch kept, small enough to interpret.
+
+        The first and the last layer's windows stay, cut to 5 positions.
+        """
+        groups = min(self.heads // self.kv_heads, 3)
+        windows = (min(self.windows[0], 5), min(self.windows[-1], 5)) if self.windows else ()
+        return replace(
+            self, hidden=48, layers=2, heads=2 * groups, kv_heads=2, head_dim=16, intermediate=80,
+            vocab=96, max_positions=min(self.max_positions, 128), windows=windows,
+        )  # fmt: skip
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], origin: str = "") -> "DecoderConfig":
+        """Read the content of a config.json, of transformers 5 or older.
+
+        Args:
+            config: the parsed file.
+            origin: where it came from, for messages.
+
+        Raises: Unsupported for a model type or a feature that this decoder has not, or for a
+            missing or malformed key.
+        Source: configuration_*.py of transformers 5.
+        """
+        return _Reader(config, origin).decoder()
+
+
+def _layer_windows(read: "_Reader", layers: int) -> tuple[int, ...]:
+    """Windows of Qwen2 and Qwen3: by layer_types, else from max_window_layers on."""
+    window = read.integer("sliding_window", 4096) if read.flag("use_sliding_window") else 0
+    types = read.get("layer_types", None)
+    if types is None:
+        first = read.integer("max_window_layers", 28)
+        return tuple(window if i >= first else 0 for i in range(layers))
+    known = {"full_attention": 0, "sliding_attention": window}
+    unknown = [t for t in types if t not in known]
+    if unknown:
+        raise read.unsupported(f"layer type {unknown[0]!r}", f"known: {', '.join(known)}")
+    if "sliding_attention" in types and not window:
+        raise read.unsupported(
+            "sliding_attention layers without use_sliding_window", "repair layer_types"
+        )
+    return tuple(known[t] for t in types[:layers])
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads typed values of one config, with errors that name the key."""
+
+    config: Mapping[str, Any]
+    origin: str
+
+    def unsupported(self, what: str, advice: str) -> Unsupported:
+        kind = self.config.get("model_type")
+        return Unsupported(f"model type {kind!r}: {what}", origin=self.origin, advice=advice)
+
+    def get(self, key: str, default: Any = _MISSING) -> Any:
+        value = self.config.get(key)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise self.unsupported(f"the config has no {key!r}", "take the model's own config.json")
+        return default
+
+    def _typed(self, key: str, default: Any, kinds: tuple[type, ...], wanted: str) -> Any:
+        value = self.get(key, default)
+        if not isinstance(value, kinds) or (bool not in kinds and isinstance(value, bool)):
+            raise self.unsupported(f"{key} is {value!r}", f"wanted {wanted}")
+        return value
+
+    def integer(self, key: str, default: Any = _MISSING) -> int:
+        return int(self._typed(key, default, (int,), "an integer"))
+
+    def number(self, key: str, default: Any = _MISSING) -> float:
+        return float(self._typed(key, default, (int, float), "a number"))
+
+    def flag(self, key: str) -> bool:
+        return bool(self._typed(key, False, (bool,), "true or false"))
+
+    def decoder(self) -> DecoderConfig:
+        kind = self.config.get("model_type")
+        if kind not in _HF_TYPES:
+            known = ", ".join(_HF_TYPES)
+            raise Unsupported(
+                f"model type {kind!r} is not known",
+                origin=self.origin,
+                advice=f"known: {known}; write any other model as a model.py with a ModelSpec",
+            )
+        for key in _REFUSED:
+            if self.config.get(key) is not None:
+                raise self.unsupported(f"{key} is not supported", f"{key} must be null")
+        heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
+        layers = self.integer("num_hidden_layers")
+        head_dim = self.integer("head_dim", 128 if kind == "qwen3" else hidden // heads)
+        biased = kind in ("llama", "qwen3") and self.flag("attention_bias")
+        return DecoderConfig(
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=self.integer("num_key_value_heads", heads),
+            head_dim=head_dim,
+            intermediate=self.integer("intermediate_size"),
+            vocab=self.integer("vocab_size"),
+            max_positions=self.integer("max_position_embeddings"),
+            eps=self.number("rms_norm_eps", 1e-6),
+            rope=self.rope(),
+            tie=self.flag("tie_word_embeddings"),
+            qkv_bias=biased or kind == "qwen2",
+            o_bias=biased,
+            mlp_bias=kind == "llama" and self.flag("mlp_bias"),
+            qk_norm=kind == "qwen3",
+            windows=self.windows(str(kind), layers),
+            activation=self.activation(),
+        )
+
+    def activation(self) -> str:
+        name = self.get("hidden_act", "silu")
+        if name not in _HF_ACTIVATIONS:
+            known = ", ".join(_HF_ACTIVATIONS)
+            raise self.unsupported(f"hidden_act {name!r} is not supported", f"known: {known}")
+        return _HF_ACTIVATIONS[name]
+
+    def windows(self, kind: str, layers: int) -> tuple[int, ...]:
+        if kind == "llama":
+            return ()
+        if kind == "mistral":
+            # Null switches the window off; only an absent key means the family's default.
+            given = "sliding_window" in self.config
+            window = self.integer("sliding_window", 0 if given else 4096)
+            return (window,) * layers if window else ()
+        windows = _layer_windows(self, layers)
+        return windows if any(windows) else ()
+
+    def rope(self) -> Rope:
+        """Parameters under ``rope_parameters`` (transformers 5) or ``rope_scaling`` (older)."""
+        given = self.get("rope_parameters", None) or self.get("rope_scaling", None) or {}
+        if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+            raise self.unsupported("rope parameters per layer type", "one set for all layers")
+        # A key of the dictionary wins over the same key of the config, as in transformers.
+        read = _Reader({**self.config, **given}, self.origin)
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind not in _ROPE_TYPES:
+            known = ", ".join(_ROPE_TYPES)
+            raise self.unsupported(f"rope type {kind!r} is not supported", f"known: {known}")
+        if read.number("partial_rotary_factor", 1.0) != 1.0:
+            raise self.unsupported("partial rotary embedding", "partial_rotary_factor must be 1")
+        theta = read.number("rope_theta", 10000.0)
+        if kind == "default":
+            return Rope(theta)
+        if kind == "linear":
+            return Rope(theta, "linear", read.number("factor"))
+        positions = self.integer("max_position_embeddings")
+        original = read.integer("original_max_position_embeddings", positions)
+        return _SCALED[kind](read, theta, original)
+
+
+def _llama3(read: _Reader, theta: float, original: int) -> Rope:
+    return Rope(
+        theta,
+        "llama3",
+        read.number("factor"),
+        low_freq_factor=read.number("low_freq_factor"),
+        high_freq_factor=read.number("high_freq_factor"),
+        original_max=original,
+    )
+
+
+def _yarn(read: _Reader, theta: float, original: int) -> Rope:
+    if read.get("truncate", True) is not True:
+        raise read.unsupported("yarn without truncate", "truncate must be true")
+    factor = read.number("factor", read.integer("max_position_embeddings") / original)
+    rope = Rope(
+        theta,
+        "yarn",
+        factor,
+        original_max=original,
+        beta_fast=read.number("beta_fast", 32),
+        beta_slow=read.number("beta_slow", 1),
+        attention_factor=read.number("attention_factor", 0.0),
+    )
+    scales = read.number("mscale", 0.0), read.number("mscale_all_dim", 0.0)
+    if rope.attention_factor or not all(scales):
+        return rope
+    above, below = (1.0 + m * (rope.magnitude() - 1.0) for m in scales)
+    return replace(rope, attention_factor=above / below)
+
+
+_SCALED: Mapping[str, Callable[[_Reader, float, int], Rope]] = {"llama3": _llama3, "yarn": _yarn}
