@@ -60,9 +60,7 @@ class Attention(nn.Module):
         rope = self.rope.attrs()
         q_THE = functional.rope(q_THE, positions_T, **rope)
         k_TGE = functional.rope(k_TGE, positions_T, **rope)
-        mixed_THE = functional.attention(
-            q_THE, k_TGE, v_TGE, scale=self.scale, window=self.window
-        )
+        mixed_THE = functional.attention(q_THE, k_TGE, v_TGE, scale=self.scale, window=self.window)
         return self.o_proj(mixed_THE.flatten(-2))
 
 

@@ -2,9 +2,9 @@
 
 Each is a `torch.library` custom op `torch.ops.metainfer.<name>` with the operands and attributes
 of the op's record (`metainfer.ir.ops`), so that a captured call maps to the record as it is.
-Eagerly they compute plainly, in float32 (float64 for float64 inputs), rounded at the result. Two differ
-from their records: `attention` takes keys and values in place of the paged state and sees one
-sequence, and `sample_rows` keeps all rows.
+Eagerly they compute plainly, in float32 (float64 for float64 inputs), rounded at the result. Two
+have no record of the same operands: `attention` takes keys and values in place of the paged state
+and sees one sequence, and `sample_rows` keeps all rows.
 
 They are made for inference: gradients are not defined.
 """

@@ -73,14 +73,14 @@ class ModelSpec:
         kind: "causal_lm": ``forward(tokens [T], positions [T]) -> logits``, with
             `functional.attention` and `functional.sample_rows` inside; "diffusion" and "module":
             any forward over tensors, compiled for ``example_inputs``.
-        checkpoint: where the weights are: a safetensors or GGUF file, or a folder; None if they come
-            from elsewhere. A relative path begins at the folder of ``source_file``.
+        checkpoint: where the weights are: a safetensors or GGUF file, or a folder; None if they
+            come from elsewhere. A relative path begins at the folder of ``source_file``.
         tokenizer: folder with tokenizer.json, that file, or a GGUF file; None if there is none.
         tiny: makes the spec of a small random form with the same structure, for checking.
         example_inputs: makes tensors that ``forward`` takes; sizes that vary are to be at least 2
             and unequal.
-        dynamic: for each input the names of its dims that vary, in order: ``(("B", "S"),)``; "" for a
-            dim that is fixed, dims left out at the end are fixed. Equal names are equal sizes.
+        dynamic: for each input the names of its dims that vary, in order: ``(("B", "S"),)``; ""
+            for a dim that is fixed, dims left out at the end are fixed. Equal names are equal sizes.
         bounds: least and greatest size by such a name; (1, 4096) where none is given.
         max_positions: longest sequence of a causal_lm.
         unpermute: ``(suffix of weight names, heads)`` for rows that the checkpoint keeps in GGUF's
