@@ -1,0 +1,231 @@
+"""Chooses the next token of each sequence, and finds where a text must stop."""
+
+# R rows to sample, V tokens of the vocabulary, C candidates of a row (best first)
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from metainfer.ir.errors import MetainferError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    The filters apply in this order: temperature, top_k, top_p, min_p.
+
+    Attributes:
+        temperature: 0 takes the most likely token, 1 the model's own distribution.
+        top_p: keep the fewest most likely tokens whose probabilities reach this sum.
+        top_k: keep that many most likely tokens; 0 keeps all.
+        min_p: keep tokens at least this fraction as likely as the most likely one.
+        seed: of the request's own generator; None takes one from the system.
+        max_tokens: most tokens to generate.
+        stop: texts that end the answer and are not part of it.
+
+    Raises: MetainferError if a value is outside its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        temperature, top_p, min_p = self.temperature, self.top_p, self.min_p
+        _require(0 <= temperature < math.inf, "temperature", temperature, "0 or more")
+        _require(0 < top_p <= 1, "top_p", top_p, "more than 0, at most 1")
+        _require(_is_count(self.top_k, 0), "top_k", self.top_k, "a whole number, 0 for all tokens")
+        _require(0 <= min_p <= 1, "min_p", min_p, "0 to 1")
+        seed_fits = self.seed is None or _is_count(self.seed, 0)
+        _require(seed_fits, "seed", self.seed, "a whole number, 0 or more, or None")
+        _require(_is_count(self.max_tokens, 1), "max_tokens", self.max_tokens, "1 or more")
+        stop_fits = isinstance(self.stop, tuple) and all(
+            isinstance(s, str) and s for s in self.stop
+        )
+        _require(stop_fits, "stop", self.stop, "a tuple of texts, none of them empty")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    def generator(self) -> np.random.Generator:
+        """Make the request's own source of random numbers."""
+        return np.random.Generator(np.random.PCG64(self.seed))
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise MetainferError(f"{name} is {value!r}", advice=f"{name} must be {wanted}")
+
+
+def sample(
+    logits: torch.Tensor | np.ndarray,
+    params: Sequence[SamplingParams],
+    generators: Sequence[np.random.Generator],
+) -> np.ndarray:
+    """Choose one token for each row.
+
+    Equal logits count as ordered by index, lower first. A row that is not greedy takes exactly one
+    number from its generator, and its token does not depend on the other rows.
+
+    Shapes: logits [R, V] -> int64 [R].
+    Raises: MetainferError if the counts differ, or a row has no finite largest logit.
+    """
+    x_RV = torch.from_numpy(logits) if isinstance(logits, np.ndarray) else logits
+    if not x_RV.ndim == 2 or not len(x_RV) == len(params) == len(generators):
+        raise MetainferError(
+            f"logits of shape {list(x_RV.shape)} for {len(params)} params "
+            f"and {len(generators)} generators",
+            advice="give one row, one SamplingParams and one generator for each sequence",
+        )
+    # Adding 0 turns -0.0 into 0.0, so that equal logits are equal as bits too.
+    x_RV = x_RV.to(torch.float32) + 0.0
+    best_R = x_RV.argmax(dim=1)
+    _check_finite(x_RV.gather(1, best_R[:, None])[:, 0])
+    ids = best_R.cpu().numpy().copy()
+    for rows in _groups(params):
+        draws = np.array([generators[r].random() for r in rows])
+        chosen = _draw(x_RV[rows], [params[r] for r in rows], torch.from_numpy(draws))
+        ids[rows] = chosen.cpu().numpy()
+    return ids
+
+
+def _check_finite(best_R: torch.Tensor) -> None:
+    bad = (~torch.isfinite(best_R)).nonzero()
+    if len(bad):
+        row = int(bad[0, 0])
+        raise MetainferError(
+            f"the logits of row {row} are not finite: the largest is {float(best_R[row])}",
+            advice="the model's weights or its arithmetic overflow: run `metainfer verify`",
+        )
+
+
+def _groups(params: Sequence[SamplingParams]) -> list[list[int]]:
+    """Part the rows that draw by what they need: no order, their top k in order, or a full order.
+
+    The order decides which token a random number falls on, so it may depend on the row only.
+    """
+    drawing = [r for r, p in enumerate(params) if not p.is_greedy]
+    plain = [r for r in drawing if _is_plain(params[r])]
+    limited = [r for r in drawing if params[r].top_k > 0]
+    ordered = [r for r in drawing if not _is_plain(params[r]) and params[r].top_k == 0]
+    return [rows for rows in (plain, limited, ordered) if rows]
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return params.top_k == 0 and params.top_p == 1 and params.min_p == 0
+
+
+def _draw(x_RV: torch.Tensor, params: list[SamplingParams], draws_R: torch.Tensor) -> torch.Tensor:
+    """Choose one token a row by inverting the cumulative distribution of its candidates.
+
+    Sums are taken by cumsum alone: its partial sums do not depend on the candidates that follow,
+    so that a row gets the same token whatever the largest top_k of its group is.
+    """
+    if _is_plain(params[0]):
+        candidates_RC, index_RC = x_RV, None
+    else:
+        index_RC = _ordered(x_RV, max(p.top_k for p in params))
+        candidates_RC = x_RV.gather(1, index_RC)
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=x_RV.device)[:, None]
+
+    x_RC = candidates_RC.to(torch.float64)
+    best_R1 = x_RC.max(dim=1, keepdim=True).values
+    p_RC = torch.exp((x_RC - best_R1) / column([p.temperature for p in params]))
+    if index_RC is not None:
+        p_RC = _filter(p_RC, params, column)
+    sums_RC = p_RC.cumsum(dim=1)
+    targets_R1 = draws_R.to(x_RV.device)[:, None] * sums_RC[:, -1:]
+    place_R1 = torch.searchsorted(sums_RC, targets_R1, right=True)
+    # Rounding can put a target on the total itself: take the last candidate that is possible.
+    last_R1 = (sums_RC < sums_RC[:, -1:]).sum(dim=1, keepdim=True)
+    place_R1 = torch.minimum(place_R1, last_R1)
+    return (place_R1 if index_RC is None else index_RC.gather(1, place_R1))[:, 0]
+
+
+def _ordered(x_RV: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indexes of the ``count`` largest logits (0: all), equal ones by index.
+
+    Shapes: [R, V] -> int64 [R, C].
+    """
+    if count == 0 or count >= x_RV.shape[1]:
+        return torch.sort(x_RV, dim=1, descending=True, stable=True).indices
+    # topk breaks ties as it likes, so rank by unique integers: the float's bits, in an order that
+    # agrees with the numbers, above the complement of the index.
+    bits = x_RV.contiguous().view(torch.int32).to(torch.int64)
+    rank = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    tokens = torch.arange(x_RV.shape[1] - 1, -1, -1, device=x_RV.device)
+    return torch.topk((rank << 32) + tokens, count, dim=1).indices
+
+
+def _filter(
+    p_RC: torch.Tensor,
+    params: list[SamplingParams],
+    column: Callable[[list[float]], torch.Tensor],
+) -> torch.Tensor:
+    """Set the weights of candidates that top_k, top_p or min_p rule out to 0."""
+    count = p_RC.shape[1]
+    place_C = torch.arange(count, device=p_RC.device)
+    p_RC = p_RC * (place_C < column([float(p.top_k or count) for p in params]))
+    sums_RC = p_RC.cumsum(dim=1)
+    before_RC = sums_RC - p_RC
+    # top_p = 1 keeps all, also where the sums reach the total early by rounding.
+    limits_R1 = column([p.top_p if p.top_p < 1 else math.inf for p in params])
+    p_RC = p_RC * (before_RC < limits_R1 * sums_RC[:, -1:])
+    return p_RC * (p_RC >= column([p.min_p for p in params]) * p_RC[:, :1])
+
+
+class StopMatcher:
+    """Cuts a streamed text at the first stop text, which may come in pieces.
+
+    The first is the one that ends first; of two that end together, the one that begins first. What
+    could still become a stop text is held back, so no part of one is ever handed out.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Add a piece and return the text that is now certain to be part of the answer."""
+        if self.matched is not None:
+            return ""
+        text = self._held + piece
+        found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        if found:
+            _, at, self.matched = min(found)
+            self._held = ""
+            return text[:at]
+        keep = len(text) - self._possible(text)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def flush(self) -> str:
+        """Return what was held back, at the end of the text."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _possible(self, text: str) -> int:
+        """Length of the longest end of the text with which a stop text begins."""
+        longest = max((len(s) for s in self._stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(s.startswith(text[-size:]) for s in self._stops):
+                return size
+        return 0
