@@ -251,7 +251,9 @@ class Machine:
     def _topology(self) -> "Topology":
         from metainfer.hardware.topology import Topology
 
-        return Topology(self)
+        # NOTE: a type checker may see this file under two names, by the folder and by its link.
+        own: Any = self
+        return Topology(own)
 
     def topology(self) -> "Topology":
         """Return the graph of the machine (built once)."""
@@ -321,7 +323,8 @@ def _restore(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         hints = typing.get_type_hints(hint)
         given = {name: _restore(hints[name], item) for name, item in value.items()}
-        return hint(**given)
+        make: Any = hint
+        return make(**given)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
         return None if value is None else _restore(arguments[0], value)
