@@ -1,0 +1,190 @@
+// Linears with float32 activations and accumulation: weights f32, bf16, and 8- or 4-bit blocks that
+// are expanded in registers (few rows) or into a cached panel (many rows).
+#include "formats.h"
+#include "gemm_tile.h"
+#include "linear.h"
+
+namespace mi {
+namespace {
+
+// Up to this many rows the weights are expanded for each tile anew; beyond, once for all rows.
+constexpr i64 kFewRows = 8;
+// Elements of K whose expanded panel (16 floats each) stays in the first-level cache.
+constexpr i64 kDepth = 256;
+constexpr i64 kAheadBytes = 2048;
+
+// Weight panels [K][16] of f32.
+struct F32Weights {
+    static i64 panel_bytes(i64 K) { return K * 64; }
+    static const float* expand(const uint8_t* panel, i64 k, i64, float*) {
+        return reinterpret_cast<const float*>(panel) + k * 16;
+    }
+    template <int R>
+    static void tile(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* acc) {
+        const float* w = reinterpret_cast<const float*>(panel);
+        for (i64 k = 0; k < K; ++k, w += 16) {
+            MI_PREFETCH(w + kAheadBytes / 4);
+            const f32x16 column = load16(w);
+            for (int r = 0; r < R; ++r) acc[r] = fma16(set16(x[r * ldx + k]), column, acc[r]);
+        }
+    }
+};
+
+// Weight panels [ceil(K / 2)][16][2] of bf16: a row's two neighbours share 32 bits, so that each is
+// one shift or mask away from float32.
+struct Bf16Weights {
+    static i64 panel_bytes(i64 K) { return ceil_div(K, 2) * 64; }
+    static f32x16 even(i32x16 pair) { return as_float(shl<16>(pair)); }
+    static f32x16 odd(i32x16 pair) { return as_float(pair & set16i(~0xffff)); }
+    static const float* expand(const uint8_t* panel, i64 k, i64 count, float* out) {
+        panel += k * 32;
+        for (i64 i = 0; i < count; i += 2, panel += 64) {
+            const i32x16 pair = load16i(panel);
+            store16(out + i * 16, even(pair));
+            store16(out + i * 16 + 16, odd(pair));
+        }
+        return out;
+    }
+    template <int R>
+    static void tile(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* acc) {
+        i64 k = 0;
+        for (; k + 2 <= K; k += 2, panel += 64) {
+            MI_PREFETCH(panel + kAheadBytes);
+            const i32x16 pair = load16i(panel);
+            const f32x16 first = even(pair), second = odd(pair);
+            for (int r = 0; r < R; ++r) {
+                acc[r] = fma16(set16(x[r * ldx + k]), first, acc[r]);
+                acc[r] = fma16(set16(x[r * ldx + k + 1]), second, acc[r]);
+            }
+        }
+        if (k == K) return;
+        const f32x16 last = even(load16i(panel));
+        for (int r = 0; r < R; ++r) acc[r] = fma16(set16(x[r * ldx + k]), last, acc[r]);
+    }
+};
+
+template <class F>
+struct BlockWeights {
+    static i64 panel_bytes(i64 K) { return ceil_div(K, 32) * F::block_bytes; }
+    static const float* expand(const uint8_t* panel, i64 k, i64 count, float* out) {
+        for (i64 g = k / 32; g < ceil_div(k + count, 32); ++g, out += 32 * 16) {
+            const uint8_t* block = panel + g * F::block_bytes;
+            const f32x16 scale = F::scale(block);
+            const f32x16 offset = F::has_offset ? F::offset(block) : set16(0.0f);
+            each_code<F>(block, [&](int i, f32x16 code) {
+                store16(out + i * 16, F::has_offset ? fma16(code, scale, offset) : code * scale);
+            });
+        }
+        return out - ceil_div(count, 32) * 32 * 16;
+    }
+    // One block: codes times x first, the scale once at the end.
+    template <int R>
+    static void block_tile(const uint8_t* block, const float* x, i64 ldx, f32x16* acc) {
+        f32x16 sums[R];
+        for (int r = 0; r < R; ++r) sums[r] = set16(0.0f);
+        each_code<F>(block, [&](int i, f32x16 code) {
+            for (int r = 0; r < R; ++r) sums[r] = fma16(set16(x[r * ldx + i]), code, sums[r]);
+        });
+        const f32x16 scale = F::scale(block);
+        for (int r = 0; r < R; ++r) acc[r] = fma16(scale, sums[r], acc[r]);
+        if (!F::has_offset) return;
+        const f32x16 offset = F::offset(block);
+        for (int r = 0; r < R; ++r) {
+            const float* row = x + r * ldx;
+            acc[r] = fma16(offset, set16(sum16(load16(row) + load16(row + 16))), acc[r]);
+        }
+    }
+    template <int R>
+    static void tile(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* acc) {
+        for (i64 k = 0; k < K; k += 32, panel += F::block_bytes) {
+            for (i64 line = 0; line < F::block_bytes; line += 64) MI_PREFETCH(panel + kAheadBytes + line);
+            if (K - k >= 32) {
+                block_tile<R>(panel, x + k, ldx, acc);
+                continue;
+            }
+            // The packed weights end with a whole block: give them zeros to meet.
+            float padded[R][32] = {};
+            for (int r = 0; r < R; ++r)
+                for (i64 i = 0; i < K - k; ++i) padded[r][i] = x[r * ldx + k + i];
+            block_tile<R>(panel, padded[0], 32, acc);
+        }
+    }
+};
+
+template <class W, int R>
+inline void direct(const LinearArgs& l, const uint8_t* data, const float* x, i64 ldx, i64 m, i64 panel) {
+    f32x16 acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = set16(0.0f);
+    W::template tile<R>(data, x + m * ldx, ldx, l.K, acc);
+    for (int r = 0; r < R; ++r) l.finish(acc[r], m + r, panel);
+}
+
+template <class W>
+inline void few_rows(const LinearArgs& l, const float* x, i64 ldx, Context& ctx) {
+    each_panel(ctx, l.M, l.panels(), [&](i64 m, i64 end, i64 panel) {
+        const uint8_t* data = l.weight + panel * W::panel_bytes(l.K);
+        for (; m + 4 <= end; m += 4) direct<W, 4>(l, data, x, ldx, m, panel);
+        if (m + 2 <= end) direct<W, 2>(l, data, x, ldx, m, panel), m += 2;
+        if (m < end) direct<W, 1>(l, data, x, ldx, m, panel);
+    });
+}
+
+// The same micro-kernel for every weight type, on panels expanded kDepth at a time; partial sums wait
+// in a small tile of [rows][16].
+template <class W>
+inline void many_rows(const LinearArgs& l, const float* x, i64 ldx, Context& ctx) {
+    float* const expanded = static_cast<float*>(ctx.scratch((kDepth + kRowBlock) * 64));
+    float* const sums = expanded + kDepth * 16;
+    each_panel(ctx, l.M, l.panels(), [&](i64 begin, i64 end, i64 panel) {
+        const uint8_t* data = l.weight + panel * W::panel_bytes(l.K);
+        for (i64 k = 0; k < l.K; k += kDepth) {
+            const i64 depth = least(kDepth, l.K - k);
+            const bool is_first = k == 0, is_last = k + depth == l.K;
+            const float* w = W::expand(data, k, depth, expanded);
+            each_tile(begin, end, [&](auto rows, i64 m) {
+                constexpr int R = decltype(rows)::value;
+                float* const partial = sums + (m - begin) * 16;
+                f32x16 acc[R];
+                for (int r = 0; r < R; ++r) acc[r] = is_first ? set16(0.0f) : load16(partial + 16 * r);
+                gemm_tile<R>(x + m * ldx + k, ldx, w, 16, depth, acc);
+                for (int r = 0; r < R; ++r) {
+                    if (is_last) l.finish(acc[r], m + r, panel);
+                    else store16(partial + 16 * r, acc[r]);
+                }
+            });
+        }
+    });
+}
+
+// pointers: y, weight, bias, residual, x; ints: M, N, K, y_stride, residual_stride, x_stride, [format].
+template <class W>
+void linear(const Args& a, Context& ctx) {
+    const LinearArgs l(a);
+    const float* x = a.ptr<const float>(4);
+    if (l.M <= kFewRows) return few_rows<W>(l, x, a.ints[5], ctx);
+    many_rows<W>(l, x, a.ints[5], ctx);
+}
+
+void linear_f32(const Args& a, Context& ctx) { linear<F32Weights>(a, ctx); }
+void linear_bf16(const Args& a, Context& ctx) { linear<Bf16Weights>(a, ctx); }
+void linear_w8(const Args& a, Context& ctx) {
+    if (a.ints[6] == kI8F16) return linear<BlockWeights<I8F16>>(a, ctx);
+    if (a.ints[6] == kI8F32) return linear<BlockWeights<I8F32>>(a, ctx);
+}
+void linear_w4(const Args& a, Context& ctx) {
+    if (a.ints[6] == kU4F16) return linear<BlockWeights<U4F16>>(a, ctx);
+    if (a.ints[6] == kI4F16) return linear<BlockWeights<I4F16>>(a, ctx);
+    if (a.ints[6] == kU4F32) return linear<BlockWeights<U4F32>>(a, ctx);
+}
+
+}  // namespace
+
+const KernelEntry kLinearFloatKernels[] = {
+    {"linear_f32", linear_f32},
+    {"linear_bf16", linear_bf16},
+    {"linear_w8", linear_w8},
+    {"linear_w4", linear_w4},
+    {nullptr, nullptr},
+};
+
+}  // namespace mi
