@@ -1,0 +1,108 @@
+"""The cost model: one roofline per group, from the machine file.
+
+time = max(bytes / memory rate, operations / arithmetic rate) + launches, with the fractions of the
+rates that the kernel's record states. A measured curve of the device overrides the arithmetic rate.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from metainfer.backends.kernel import Cost, Kernel
+from metainfer.hardware.device import Device
+from metainfer.ir.dtypes import Block
+from metainfer.ir.errors import HardwareError
+from metainfer.ir.graph import Graph, Op, Value
+from metainfer.ir.ops.record import op_def, op_sizes
+from metainfer.ir.types import StateType, TensorType
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Predicts how long a group takes on a device."""
+
+    def kernel(
+        self, kernel: Kernel, op: Op, device: Device, env: Mapping[str, int], waste: float = 0.0
+    ) -> Cost:
+        """Predicted cost of a group by a kernel at concrete sizes.
+
+        Args:
+            kernel: the candidate.
+            op: the group.
+            device: where it runs.
+            env: values of the size symbols.
+            waste: extra work of repairs, as a fraction.
+        """
+        flops, compulsory = work_of(op, env)
+        moved = compulsory * (1.0 + kernel.extra_bytes + waste)
+        rate, basis = self._rate(kernel, op, device)
+        memory = moved / (device.memory_bandwidth.sustained * kernel.efficiency.memory)
+        compute = flops * (1.0 + waste) / (rate * kernel.efficiency.compute)
+        launch = self.launch_seconds(device) * kernel.launches
+        bound = "memory" if memory >= compute else "compute"
+        if launch > max(memory, compute):
+            bound = "latency"
+        return Cost(max(memory, compute) + launch, flops, int(moved), bound, basis)
+
+    def roofline(self, op: Op, device: Device, env: Mapping[str, int]) -> Cost:
+        """What no kernel can beat: the device's sustained rates and no launch."""
+        flops, moved = work_of(op, env)
+        rate = _device_rate(device, _arithmetic(op))
+        memory, compute = moved / device.memory_bandwidth.sustained, flops / rate
+        bound = "memory" if memory >= compute else "compute"
+        return Cost(max(memory, compute), flops, moved, bound)
+
+    def launch_seconds(self, device: Device) -> float:
+        """Time of one launch inside a bound program (a captured graph on a GPU)."""
+        return device.kernel_floor_us * 1e-6
+
+    def _rate(self, kernel: Kernel, op: Op, device: Device) -> tuple[float, str]:
+        name = kernel.efficiency.rate or _arithmetic(op)
+        return _device_rate(device, name), "analytic"
+
+
+def _device_rate(device: Device, name: str) -> float:
+    try:
+        return device.rate(name).sustained
+    except HardwareError:
+        return device.rate("f32").sustained
+
+
+def _arithmetic(op: Op) -> str:
+    """Name of the type that an op computes in: its first floating-point operand's."""
+    for value in op.operands:
+        if isinstance(value.type, TensorType) and value.type.dtype.is_float:
+            dtype = value.type.dtype
+            return "f32" if isinstance(dtype, Block) else dtype.name
+    return "f32"
+
+
+def work_of(op: Op, env: Mapping[str, int]) -> tuple[int, int]:
+    """Operations and compulsory bytes of a group at concrete sizes.
+
+    A fused group does its body's arithmetic, but moves only what crosses its border.
+    """
+    if op.name != "fused" or op.body is None:
+        record, sizes = op_def(op.name), op_sizes(op, env)
+        return record.flops(sizes), record.bytes(sizes)
+    inner = [work_of(o, env) for o in op.body.ops]
+    return sum(f for f, _ in inner), fused_bytes(op.body, env)
+
+
+def fused_bytes(body: Graph, env: Mapping[str, int]) -> int:
+    """Traffic across the border of a fused group: each input once, each result once."""
+    inside = {v.name for o in body.ops for v in o.results}
+    total = sum(_tensor_bytes(v, env) for v in body.outputs)
+    total += sum(_tensor_bytes(v, env) for v in body.inputs)
+    for inner in body.ops:
+        # States are touched by their own ops (a page written, a context read), never as a whole.
+        if any(v.is_state for v in inner.operands):
+            tensors = [v for v in (*inner.operands, *inner.results) if v.name in inside]
+            own = op_def(inner.name).bytes(op_sizes(inner, env))
+            total += max(own - sum(_tensor_bytes(v, env) for v in tensors), 0)
+    return total
+
+
+def _tensor_bytes(value: Value, env: Mapping[str, int]) -> int:
+    if isinstance(value.type, StateType):
+        return 0
+    return value.type.bytes_at(env)
