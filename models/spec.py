@@ -80,7 +80,7 @@ class ModelSpec:
         example_inputs: makes tensors that ``forward`` takes; sizes that vary are to be at least 2
             and unequal.
         dynamic: for each input the names of its dims that vary, in order: ``(("B", "S"),)``; ""
-            for a dim that is fixed, dims left out at the end are fixed. Equal names are equal sizes.
+            for a dim that is fixed; dims left out at the end are fixed. Equal names, equal sizes.
         bounds: least and greatest size by such a name; (1, 4096) where none is given.
         max_positions: longest sequence of a causal_lm.
         unpermute: ``(suffix of weight names, heads)`` for rows that the checkpoint keeps in GGUF's
