@@ -252,8 +252,7 @@ class Machine:
         from metainfer.hardware.topology import Topology
 
         # NOTE: a type checker may see this file under two names, by the folder and by its link.
-        own: Any = self
-        return Topology(own)
+        return Topology(typing.cast(Any, self))
 
     def topology(self) -> "Topology":
         """Return the graph of the machine (built once)."""
@@ -320,11 +319,8 @@ def _without_texts(value: Any) -> Any:
 
 def _restore(hint: Any, value: Any) -> Any:
     """Rebuild a value of a type hint from plain JSON values."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        hints = typing.get_type_hints(hint)
-        given = {name: _restore(hints[name], item) for name, item in value.items()}
-        make: Any = hint
-        return make(**given)
+    if dataclasses.is_dataclass(hint):
+        return _restore_record(hint, value)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
         return None if value is None else _restore(arguments[0], value)
@@ -335,6 +331,11 @@ def _restore(hint: Any, value: Any) -> Any:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         return tuple(_restore(arguments[0], item) for item in value)
     return tuple(_restore(a, item) for a, item in zip(arguments, value, strict=True))
+
+
+def _restore_record(record: Any, value: dict[str, Any]) -> Any:
+    hints = typing.get_type_hints(record)
+    return record(**{name: _restore(hints[name], item) for name, item in value.items()})
 
 
 # A driver's figure for memory differs from a description's by what it reserves itself.
