@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -139,27 +140,15 @@ def _build(scalar: bool) -> Path:
 def _compile(compiler: str, flags: tuple[str, ...], work: Path) -> list[Path]:
     """Compile all sources, the longest files first, a few at a time."""
     sources = sorted(_FOLDER.glob("*.cpp"), key=lambda path: -path.stat().st_size)
-    objects: list[Path] = []
-    running: list[tuple[Path, subprocess.Popen[str]]] = []
-    for source in sources:
-        if len(running) == _PARALLEL_COMPILES:
-            _finish(*running.pop(0), compiler)
+
+    def compile_one(source: Path) -> Path:
         target = work / f"{source.stem}.o"
-        objects.append(target)
         command = [compiler, *flags, "-c", str(source), "-o", str(target)]
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        running.append((source, process))
-    for source, process in running:
-        _finish(source, process, compiler)
-    return objects
+        _check(subprocess.run(command, capture_output=True, text=True, check=False), compiler)
+        return target
 
-
-def _finish(source: Path, process: subprocess.Popen[str], compiler: str) -> None:
-    _, errors = process.communicate()
-    done = subprocess.CompletedProcess([str(source)], process.returncode, "", errors)
-    _check(done, compiler)
+    with ThreadPoolExecutor(_PARALLEL_COMPILES) as pool:
+        return list(pool.map(compile_one, sources))
 
 
 def _check(done: subprocess.CompletedProcess[str], compiler: str) -> None:

@@ -14,11 +14,9 @@ formats.h says where a code lies. Rows are padded to whole panels and K to whole
 bf16) with zeros; kernels know N and K and neither read activations nor write results beyond them.
 """
 
-import math
 import re
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
 from metainfer.ir.dtypes import BF16, F32, Block, BlockArray, DType, Scalar, parse_dtype
@@ -112,7 +110,6 @@ def pack(layout: str, weight: np.ndarray | BlockArray) -> np.ndarray:
         return blob
     if not isinstance(spec.dtype, Scalar) or weight.dtype != spec.dtype.numpy:
         raise TypeMismatch(f"{layout} holds {spec.dtype}, the weight is {weight.dtype}")
-    n, k = shape
     step = 2 if spec.dtype == BF16 else 1
     padded = _padded(weight, spec.rows, step).view(_bits_of(spec.dtype))
     panels = padded.reshape(-1, spec.rows, padded.shape[1] // step, step)
@@ -198,8 +195,7 @@ def _sections(spec: Layout, blob: np.ndarray, groups: int) -> list[np.ndarray]:
 
 def _pack_blocks(spec: Layout, weight: BlockArray, blob: np.ndarray) -> None:
     block = weight.format
-    n, k = weight.shape
-    groups, rows = -(-k // _GROUP), spec.rows
+    groups, rows = -(-weight.shape[1] // _GROUP), spec.rows
     sections = _sections(spec, blob, groups)
     sides = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
     for section, values in zip(sections[:-1], sides, strict=True):
