@@ -235,15 +235,22 @@ class TypeReader:
             at = raw.growth if "grows" in error.what else raw.token
             raise self.source.reword(at, error) from None
 
-    def attrs(self, raw: "Iterable[tuple[Token, Any]]") -> dict[str, Attr]:
+    def attrs(self, raw: "Iterable[tuple[Token, Any]]") -> dict[str, Any]:
         """Read attributes: name to value."""
-        found: dict[str, Attr] = {}
+        found: dict[str, Any] = {}
         for token, value in raw:
             name = unquote(self.source, token)
             if name in found:
                 raise self.source.error(token, f"attribute {name} is given twice")
             found[name] = self.value(value)
         return found
+
+    def label(self, name: "Token", label: "Token", attrs: dict[str, Any]) -> None:
+        """Add the word of ``fused[WORD]`` or ``call WORD`` to the attributes."""
+        key = "kind" if name == "fused" else "block"
+        if key in attrs:
+            raise self.source.error(label, f"{name}: {key} is given twice")
+        attrs[key] = unquote(self.source, label)
 
     def value(self, raw: Any, depth: int = 0) -> Attr:
         """Read one attribute's value."""
@@ -368,7 +375,7 @@ class _GraphReader:
             else:
                 self._clauses[tag](payload, extra)
         if raw.label is not None:
-            self._label(raw, name, attrs)
+            self._types.label(raw.name, raw.label, attrs)
         results = self._results(raw, types, scope)
         return Op(name, operands, results, attrs_of(attrs), **extra)
 
@@ -376,13 +383,6 @@ class _GraphReader:
         what = f"{tag} stands twice" if tag == last else f"{tag} stands after {last}"
         order = ", ".join(_CLAUSE_ORDER)
         return self.source.error(raw.name, f"{raw.name}: {what}", f"the order is: {order}")
-
-    def _label(self, raw: RawOp, name: str, attrs: dict[str, Attr]) -> None:
-        assert raw.label is not None
-        key = "kind" if name == "fused" else "block"
-        if key in attrs:
-            raise self.source.error(raw.label, f"{name}: {key} is given twice")
-        attrs[key] = unquote(self.source, raw.label)
 
     def _results(
         self, raw: RawOp, types: list[RawType], scope: dict[str, Value]
