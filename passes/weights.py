@@ -43,6 +43,11 @@ class LoadEditor:
         """The load graph's value for a weight ("@name")."""
         return self._made[weight]
 
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """Ops of the load graph so far."""
+        return tuple(self._builder.ops)
+
     def emit(self, name: str, *operands: Value, **attrs: object) -> Value:
         """Append a load op."""
         return self._builder.emit(name, *operands, **attrs)  # type: ignore[arg-type]

@@ -1,0 +1,231 @@
+"""layout: one packing per weight and use, one page size per state.
+
+    before: linear(%x, @w: i8/32:f16[64,64])            $kv : pages(...) per token
+    after:  linear(%x, @w: ... as "cpu.i8g32_n16")      $kv : pages(...) per token page 16
+
+The packing is that of the cheapest kernels over the sizes of the phase; a weight that two uses want
+in two packings is held twice, and the report says what the copy costs. Page sizes are chosen jointly:
+the one that most kernels take, raised or lowered before a fast kernel is given up.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from metainfer.backends.kernel import Kernel
+from metainfer.ir.graph import Graph, Module, Op, Value
+from metainfer.ir.types import StateType, TensorType
+from metainfer.passes.candidates import (
+    Candidate,
+    candidates_of,
+    cost_of,
+    needs_kernel,
+    query_of,
+    sample_sizes,
+    strided_values,
+)
+from metainfer.passes.target import Decision, Target
+from metainfer.passes.weights import LoadEditor
+
+PAGE_SIZES = (16, 32, 64, 128)
+DEFAULT_PAGE = 16
+
+
+def layout(module: Module, target: Target) -> Module:
+    """Choose page sizes, then packings."""
+    module = _choose_pages(module, target)
+    for name in [g.name for g in module.graphs]:
+        module = _pack_graph(module, name, target)
+    return module
+
+
+# --- packings ----------------------------------------------------------------------------------
+
+
+def _pack_graph(module: Module, name: str, target: Target) -> Module:
+    graph = module.graph(name)
+    strided = strided_values(graph)
+    wanted: dict[tuple[str, str], list[int]] = {}
+    ops = list(graph.ops)
+    for number, op in enumerate(ops):
+        if not needs_kernel(op) or not any(v.is_weight for v in op.operands):
+            continue
+        best = cheapest_layouts(op, target, module.limits(), strided)
+        for position, packing in best.items():
+            if op.operands[position].is_weight and packing:
+                wanted.setdefault((op.operands[position].name, packing), []).append(number)
+    if not wanted:
+        return module
+    return _apply(module, graph, wanted, target)
+
+
+def _apply(
+    module: Module, graph: Graph, wanted: Mapping[tuple[str, str], list[int]], target: Target
+) -> Module:
+    editor = LoadEditor(module, graph.name)
+    ops = list(graph.ops)
+    plain_uses = _uses(graph)
+    for (weight, packing), numbers in wanted.items():
+        packed = editor.emit("pack", editor.made(weight), layout=packing)
+        alone = len(plain_uses[weight]) == len(set(numbers))
+        name = weight if alone else f"{weight}.as.{packing}"
+        if alone:
+            editor.update(weight, packed)
+        else:
+            editor.add(name, packed)
+            size = packed.tensor.bytes_at({})
+            target.report.add(
+                Decision(
+                    "layout",
+                    f"{weight} of {graph.name}",
+                    packing,
+                    f"a second copy of {size / 2**20:.1f} MiB: uses want different packings",
+                    data=(("bytes", size),),
+                )  # fmt: skip
+            )
+        for number in numbers:
+            ops[number] = _use_packed(ops[number], weight, Value(name, packed.type))
+    return editor.finish(lambda g: replace(g, ops=tuple(ops)))
+
+
+def _uses(graph: Graph) -> dict[str, set[int]]:
+    uses: dict[str, set[int]] = {}
+    for number, op in enumerate(graph.ops):
+        for value in op.operands:
+            uses.setdefault(value.name, set()).add(number)
+    return uses
+
+
+def _use_packed(op: Op, weight: str, packed: Value) -> Op:
+    operands = tuple(packed if v.name == weight else v for v in op.operands)
+    body = op.body
+    if body is not None:
+        renamed = {
+            p.name: replace(p, type=packed.type)
+            for p, v in zip(body.inputs, op.operands, strict=True)
+            if v.name == weight
+        }
+        body = _retyped(body, renamed)
+    return replace(op, operands=operands, body=body)
+
+
+def _retyped(body: Graph, changed: Mapping[str, Value]) -> Graph:
+    return replace(
+        body,
+        inputs=tuple(changed.get(v.name, v) for v in body.inputs),
+        ops=tuple(
+            replace(o, operands=tuple(changed.get(v.name, v) for v in o.operands)) for o in body.ops
+        ),
+    )
+
+
+def cheapest_layouts(
+    op: Op, target: Target, limits: Mapping[str, tuple[int, int]], strided: frozenset[str]
+) -> dict[int, str]:
+    """Operand -> packing of the kernels that are cheapest in sum over the sizes of the phase."""
+    query = query_of(op, target, limits, strided)
+    usable = [c for c in candidates_of(op, query, target) if c.is_usable]
+    groups: dict[tuple[tuple[int, str], ...], list[Candidate]] = {}
+    for candidate in usable:
+        groups.setdefault(_key(candidate.kernel), []).append(candidate)
+    if not groups:
+        return {}
+    sizes = sample_sizes(target, limits)
+    made = any(not c.kernel.generic for c in usable)
+
+    def total(item: tuple[Any, list[Candidate]]) -> tuple[bool, float]:
+        members = item[1]
+        generic = made and all(c.kernel.generic for c in members)
+        return generic, sum(
+            min(cost_of(c, query, target, env).seconds for c in members) for env in sizes
+        )
+
+    key, _ = min(groups.items(), key=total)
+    return dict(key)
+
+
+def _key(kernel: Kernel) -> tuple[tuple[int, str], ...]:
+    return tuple(sorted((i, name) for i, name in kernel.layouts.items() if name))
+
+
+# --- pages -------------------------------------------------------------------------------------
+
+
+def _choose_pages(module: Module, target: Target) -> Module:
+    states = [v for g in module.graphs for v in g.states if v.state.kind == "pages"]
+    if not states:
+        return module
+    size, reason, severity = _page_size(module, target)
+    for state in states:
+        target.report.add(Decision("layout", state.name, f"page {size}", reason, severity))
+    return with_page_size(module, size)
+
+
+def _page_size(module: Module, target: Target) -> tuple[int, str, str]:
+    """The page size at which the groups that touch states are cheapest in sum."""
+    if target.options.page_size or target.strategy.page_size:
+        fixed = target.options.page_size or target.strategy.page_size
+        return fixed, "as asked for, or as the other phase chose", "info"
+    scores = {size: _page_cost(module, size, target) for size in PAGE_SIZES}
+    best = min(PAGE_SIZES, key=lambda size: (scores[size], size))
+    if best == DEFAULT_PAGE:
+        return best, "kernels take it, and small pages waste least", "info"
+    gain = scores[DEFAULT_PAGE] - scores[best]
+    return (
+        best,
+        f"raised from {DEFAULT_PAGE}: saves {gain * 1e6:.1f} us a step over that size",
+        "repair",
+    )
+
+
+def _page_cost(module: Module, size: int, target: Target) -> float:
+    changed = with_page_size(module, size)
+    limits = changed.limits()
+    env = sample_sizes(target, limits)[-1]
+    total = 0.0
+    for graph in changed.graphs:
+        strided = strided_values(graph)
+        for op in graph.ops:
+            if op.is_call or not any(v.is_state for v in op.operands):
+                continue
+            query = query_of(op, target, limits, strided)
+            usable = [c for c in candidates_of(op, query, target) if c.is_usable]
+            made = [c for c in usable if not c.kernel.generic] or usable
+            # A size that leaves only generic kernels must lose to any that leaves a made one.
+            penalty = 0.0 if made and not made[0].kernel.generic else 1.0
+            costs = [cost_of(c, query, target, env).seconds for c in made]
+            total += min(costs, default=10.0) + penalty
+    return total
+
+
+def with_page_size(module: Module, size: int) -> Module:
+    """The module with the page size of all paged states set."""
+
+    def state(type_: Any) -> Any:
+        if isinstance(type_, StateType) and type_.kind == "pages":
+            return replace(type_, page_size=size)
+        return type_
+
+    def value(v: Value) -> Value:
+        return v if isinstance(v.type, TensorType) else replace(v, type=state(v.type))
+
+    def graph(g: Graph) -> Graph:
+        return replace(
+            g,
+            inputs=tuple(map(value, g.inputs)),
+            states=tuple(map(value, g.states)),
+            ops=tuple(op(o) for o in g.ops),
+            outputs=tuple(map(value, g.outputs)),
+            state_outputs=tuple(map(value, g.state_outputs)),
+        )
+
+    def op(o: Op) -> Op:
+        body = graph(o.body) if o.body is not None else None
+        return replace(
+            o,
+            operands=tuple(map(value, o.operands)),
+            results=tuple(map(value, o.results)),
+            body=body,
+        )
+
+    return replace(module, graphs=tuple(map(graph, module.graphs)))

@@ -1,0 +1,290 @@
+"""select: cover each group with kernels, as a table by size.
+
+    before: %1 = linear(%0, @w) : f32[T,64]
+    after:  %1 = linear(%0, @w) : f32[T,64] by {T <= 16: cpu.linear_w8a8, else: torch.linear_f32}
+
+The cheapest legal kernel wins at each size. A fused group for which its parts together are cheaper, or
+for which there is no kernel, is split again. Refusals are repaired or reported; a generic kernel is
+a fallback, which --strict makes an error.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from metainfer.backends.kernel import Cost, Query
+from metainfer.ir.errors import StrictError, Unsupported
+from metainfer.ir.graph import Choice, Graph, Module, Op, Value
+from metainfer.ir.printer import print_op
+from metainfer.ir.types import TensorType
+from metainfer.passes.candidates import (
+    Candidate,
+    candidates_of,
+    cost_of,
+    kind_of,
+    leading_symbol,
+    needs_kernel,
+    query_of,
+    sample_sizes,
+    strided_values,
+)
+from metainfer.passes.target import Decision, Target
+
+SMALL_LOSS = 0.03  # below this part of the step a fallback is information, not a warning
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The choice at one size."""
+
+    env: Mapping[str, int]
+    best: Candidate
+    cost: Cost
+    runner_up: tuple[str, float] | None
+
+
+def select(module: Module, target: Target) -> Module:
+    """Choose kernels for all groups.
+
+    Raises: Unsupported if a group has no kernel at all; StrictError under --strict if a generic
+    kernel had to be taken, listing every one.
+    """
+    limits = module.limits()
+    for graph in module.graphs:
+        module = module.with_graph(_select_graph(graph, target, limits))
+    if target.options.strict:
+        _refuse_fallbacks(target)
+    return module
+
+
+def _select_graph(graph: Graph, target: Target, limits: Mapping[str, tuple[int, int]]) -> Graph:
+    ops: list[Op] = []
+    for op in graph.ops:
+        if not needs_kernel(op):
+            ops.append(op)
+        elif op.name == "fused":
+            ops.extend(_fused_or_split(op, graph, target, limits))
+        else:
+            ops.append(_choose(op, graph, target, limits))
+    return replace(graph, ops=tuple(ops))
+
+
+def _fused_or_split(
+    op: Op, graph: Graph, target: Target, limits: Mapping[str, tuple[int, int]]
+) -> list[Op]:
+    strided = strided_values(graph)
+    whole = _total(op, strided, target, limits)
+    inlined = _inline(op)
+    inner = replace(graph, ops=tuple(inlined))
+    inner_strided = strided_values(inner) | strided
+    parts = [_total(o, inner_strided, target, limits) for o in inlined if needs_kernel(o)]
+    split = None if any(p is None for p in parts) else sum(p for p in parts if p is not None)
+    pinned = kind_of(op) in dict(target.options.pins)
+    if whole is not None and (pinned or split is None or whole <= split):
+        return [_choose(op, graph, target, limits)]
+    if split is None:
+        raise _no_kernel(op, graph, target, limits)
+    reason = (
+        "no kernel takes it whole"
+        if whole is None
+        else f"its parts save {(whole - split) * 1e6:.1f} us"
+    )
+    target.report.add(
+        Decision(f"select {graph.name}", kind_of(op), "split into its ops", reason, "repair")
+    )
+    return [
+        _choose(o, inner, target, limits, inner_strided) if needs_kernel(o) else o for o in inlined
+    ]
+
+
+def _inline(op: Op) -> list[Op]:
+    """The body's ops in place of the group, their inner values renamed after its first result."""
+    body = op.body
+    assert body is not None
+    names: dict[str, Value] = {p.name: v for p, v in zip(body.inputs, op.operands, strict=True)}
+    names.update((o.name, r) for o, r in zip(body.outputs, op.results, strict=True))
+    base = op.results[0].name
+
+    def local(value: Value) -> Value:
+        if value.name in names or value.name.startswith("step."):
+            return names.get(value.name, value)
+        return Value(f"{base}.{value.name[1:]}", value.type)
+
+    return [
+        replace(
+            o,
+            operands=tuple(local(v) for v in o.operands),
+            results=tuple(local(v) for v in o.results),
+            source=o.source or op.source,
+        )
+        for o in body.ops
+    ]
+
+
+def _total(
+    op: Op, strided: frozenset[str], target: Target, limits: Mapping[str, tuple[int, int]]
+) -> float | None:
+    """Cost in sum over the sampled sizes, None without a usable kernel."""
+    query = query_of(op, target, limits, strided)
+    usable = _usable(candidates_of(op, query, target))
+    if not usable:
+        return None
+    sizes = sample_sizes(target, limits)
+    return sum(min(cost_of(c, query, target, env).seconds for c in usable) for env in sizes)
+
+
+def _usable(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Kernels that apply; generic ones only where no made one does."""
+    usable = [c for c in candidates if c.is_usable]
+    return [c for c in usable if not c.kernel.generic] or usable
+
+
+def _choose(
+    op: Op,
+    graph: Graph,
+    target: Target,
+    limits: Mapping[str, tuple[int, int]],
+    strided: frozenset[str] | None = None,
+) -> Op:
+    query = query_of(op, target, limits, strided_values(graph) if strided is None else strided)
+    found = candidates_of(op, query, target)
+    usable = [c for c in _usable(found) if _layouts_fit(c, op)]
+    if not usable:
+        raise _no_kernel(op, graph, target, limits)
+    rows = [_row(usable, found, query, target, env) for env in sample_sizes(target, limits)]
+    choices = _compress(rows, leading_symbol(limits))
+    _report(op, graph, rows, found, query, target)
+    return replace(op, choices=choices)
+
+
+def _layouts_fit(candidate: Candidate, op: Op) -> bool:
+    """Whether the weights are packed as the kernel reads them."""
+    for position, value in enumerate(op.operands):
+        if isinstance(value.type, TensorType) and value.is_weight:
+            if value.type.layout != candidate.kernel.layouts.get(position, ""):
+                return False
+    return True
+
+
+def _row(
+    usable: Sequence[Candidate], found: Sequence[Candidate], query: Query, target: Target,
+    env: Mapping[str, int],
+) -> _Row:  # fmt: skip
+    priced = sorted(
+        ((cost_of(c, query, target, env), c) for c in usable), key=lambda p: p[0].seconds
+    )
+    preferred = [p for p in priced if _is_preferred(p[1], target)]
+    cost, best = (preferred or priced)[0]
+    others = [c for c in found if c.is_usable and c.kernel.name != best.kernel.name]
+    rest = sorted((cost_of(c, query, target, env).seconds, c.kernel.name) for c in others)
+    runner_up = (rest[0][1], rest[0][0] - cost.seconds) if rest else None
+    return _Row(env, best, cost, runner_up)
+
+
+def _is_preferred(candidate: Candidate, target: Target) -> bool:
+    policies = (*target.device.policy, *target.machine.policy)
+    phase, name = target.strategy.phase, candidate.kernel.name
+    return any(p.stance == "prefer" and p.applies("kernel", name, phase) for p in policies)
+
+
+def _compress(rows: Sequence[_Row], symbol: str | None) -> tuple[Choice, ...]:
+    """Merge neighbouring sizes with one kernel into the rows of a table."""
+    choices: list[Choice] = []
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
+        name = row.best.kernel.name
+        if after is None or symbol is None:
+            choices.append(Choice(name))
+        elif after.best.kernel.name != name:
+            choices.append(Choice(name, symbol, row.env[symbol]))
+    return tuple(choices)
+
+
+def _report(
+    op: Op, graph: Graph, rows: Sequence[_Row], found: Sequence[Candidate], query: Query,
+    target: Target,
+) -> None:  # fmt: skip
+    last = rows[-1] if target.strategy.phase != "decode" else rows[0]
+    kernel = last.best.kernel
+    repairs = [r.text for r in last.best.repairs or ()]
+    ideal = _roofline(op, target, last.env)
+    loss = max(last.cost.seconds - ideal, 0.0)
+    parts = [f"{last.cost.seconds * 1e6:.1f} us at {_sizes(last.env)}, {last.cost.bound}-bound"]
+    if repairs:
+        parts.append(f"repaired: {'; '.join(repairs)} ({last.best.waste(query):.0%} more work)")
+    severity = "repair" if repairs else "info"
+    if kernel.generic:
+        severity = "fallback"
+        parts.append(
+            f"generic: {kernel.launches} launches, about {loss * 1e6:.1f} us over the roofline"
+        )
+    alternates = [
+        {"kernel": c.kernel.name, "refused": [str(r) for r in c.refusals], "ban": c.ban}
+        for c in found
+        if not c.is_usable
+    ]
+    data = {
+        "graph": graph.name,
+        "op": print_op(replace(op, body=None)) if op.body is None else kind_of(op),
+        "result": op.results[0].name,
+        "source": str(op.source or ""),
+        "table": [[r.best.kernel.name, dict(r.env), r.cost.seconds] for r in rows],
+        "seconds": last.cost.seconds,
+        "flops": last.cost.flops,
+        "bytes": last.cost.bytes,
+        "bound": last.cost.bound,
+        "basis": last.cost.basis,
+        "roofline_seconds": ideal,
+        "next_best": list(last.runner_up) if last.runner_up else None,
+        "refused": alternates,
+        "repairs": repairs,
+        "generic": kernel.generic,
+    }
+    target.report.add(
+        Decision(
+            f"select {graph.name}",
+            f"{kind_of(op)} {op.results[0].name}",
+            kernel.name,
+            "; ".join(parts),
+            severity,
+            tuple(data.items()),
+        )  # fmt: skip
+    )
+
+
+def _roofline(op: Op, target: Target, env: Mapping[str, int]) -> float:
+    cost: Cost = target.costs.roofline(op, target.device, env)
+    return cost.seconds
+
+
+def _sizes(env: Mapping[str, int]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in env.items())
+
+
+def _no_kernel(
+    op: Op, graph: Graph, target: Target, limits: Mapping[str, tuple[int, int]]
+) -> Unsupported:
+    query = query_of(op, target, limits, strided_values(graph))
+    lines = []
+    for c in candidates_of(op, query, target):
+        why = (
+            c.ban or "; ".join(map(str, c.refusals)) or "its weights are packed for another kernel"
+        )
+        lines.append(f"{c.kernel.name}: {why}")
+    return Unsupported(
+        f"no kernel for {kind_of(op)} on {target.device.name}",
+        text="\n".join(
+            [print_op(replace(op, body=None)) if op.body is None else kind_of(op), *lines]
+        ),
+        origin=str(op.source or graph.name),
+        advice="lift a --pin, a --forbid or a policy, or add a kernel (CONTRIBUTING, recipe d)",
+    )
+
+
+def _refuse_fallbacks(target: Target) -> None:
+    fallbacks = [d for d in target.report.decisions if d.severity == "fallback"]
+    if not fallbacks:
+        return
+    raise StrictError(
+        f"{len(fallbacks)} groups have only a generic kernel on {target.device.name}",
+        text="\n".join(f"{d.place}: {d.subject} -> {d.chosen}: {d.reason}" for d in fallbacks),
+        advice="compile without --strict to accept them, or add kernels for this device",
+    )
