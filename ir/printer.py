@@ -166,7 +166,8 @@ def _ops(lines: list[str], graph: Graph, indent: str, types: _Types) -> None:
             lines.append(text)
         else:
             _body(lines, text, op.body, indent, types)
-    lines.append(indent + _return(graph))
+    names = ([v.name for v in values] for values in (graph.outputs, graph.state_outputs))
+    lines.append(indent + print_return(*names))
 
 
 def _body(lines: list[str], head: str, body: Graph, indent: str, types: _Types) -> None:
@@ -177,12 +178,13 @@ def _body(lines: list[str], head: str, body: Graph, indent: str, types: _Types) 
     lines.append(f"{indent}}}")
 
 
-def _return(graph: Graph) -> str:
+def print_return(outputs: Sequence[str], state_outputs: Sequence[str]) -> str:
+    """Print ``return %0, %1 states %2``."""
     text = "return"
-    if graph.outputs:
-        text += " " + ", ".join(ref(v.name) for v in graph.outputs)
-    if graph.state_outputs:
-        text += " states " + ", ".join(ref(v.name) for v in graph.state_outputs)
+    if outputs:
+        text += " " + ", ".join(map(ref, outputs))
+    if state_outputs:
+        text += " states " + ", ".join(map(ref, state_outputs))
     return text
 
 

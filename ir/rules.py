@@ -19,13 +19,13 @@
       }
 
 Variables: capital names are sizes, lower-case names that are no element type (``t``, ``u``) are
-element types, ``$name`` is an attribute's value. ``t[*]`` is a tensor of any shape, ``t[..., D]`` one
-with any dims before ``D``; equal variables stand for equal things, but each ``*`` and ``...`` for its
-own. A parameter ``%p`` binds to any tensor of the graph, weights too; ``@w`` to a weight only;
-``$kv: state`` to a state. Result types may be given where inference needs none of them.
+variables for one, ``$name`` is an attribute's value. ``t[*]`` is a tensor of any shape,
+``t[..., D]`` one with any dims before ``D``. Equal variables stand for equal things, but each ``*``
+and ``...`` for its own. A parameter ``%p`` binds to any tensor of the graph, weights too; ``@w`` to
+a weight only; ``$kv: state`` to a state. Result types may be written; they are inferred otherwise.
 
-A ``fused[...]`` group in ``after`` has no body of its own: its body is the ``before`` graph, and its
-operands are the parameters of ``before``, by name. ``needs``, ``phase``, ``priority`` and ``where``
+A ``fused[...]`` group in ``after`` has no body of its own: its body is the ``before`` graph, whose
+parameters are its operands, by name. ``needs``, ``phase``, ``priority`` and ``where``
 may be left out.
 """
 
@@ -49,7 +49,7 @@ from metainfer.ir.patterns import (
     StatePattern,
     TypePattern,
 )
-from metainfer.ir.printer import label_of, print_attr, print_head, quote, ref, word
+from metainfer.ir.printer import label_of, print_attr, print_head, print_return, quote, ref, word
 from metainfer.ir.step import step_value
 from metainfer.ir.syntax import (
     RawDecl,
@@ -135,11 +135,7 @@ def _pattern_lines(keyword: str, pattern: Pattern) -> Iterator[str]:
     yield f"  {keyword} ({', '.join(f'{ref(p.name)}: {p.type}' for p in pattern.params)}) {{"
     for op in pattern.ops:
         yield f"    {_print_op(op)}"
-    outputs = f" {', '.join(map(ref, pattern.outputs))}" if pattern.outputs else ""
-    states = (
-        f" states {', '.join(map(ref, pattern.state_outputs))}" if pattern.state_outputs else ""
-    )
-    yield f"    return{outputs}{states}"
+    yield f"    {print_return(pattern.outputs, pattern.state_outputs)}"
     yield "  }"
 
 
@@ -338,7 +334,7 @@ class _RuleReader(TypeReader):
             )
         if raw.sharding or raw.layout is not None:
             raise self.source.error(raw.token, "a pattern's type has no sharding and no layout")
-        head, _, rest = raw.token.partition("[")
+        head = raw.token.partition("[")[0]
         free = _FREE.match(raw.token, len(head))
         at = len(head) if free is None else free.end() - 1
         shape = parse_shape(self.source, raw.token, "[" + raw.token[at + 1 :], at)

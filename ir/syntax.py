@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_NESTING = 32
 _WIDEST_LINE = 160
+_MOST_WORDS = 8
 _DECODER = json.JSONDecoder(strict=False)
 
 
@@ -432,6 +433,8 @@ def _explain(error: "UnexpectedInput") -> tuple[str, str]:
 
 def _expected(terminals: Iterable[str]) -> str:
     words = sorted(set(_words(terminals)))
+    if len(words) > _MOST_WORDS:
+        words = [*words[:_MOST_WORDS], "..."]
     return f"expected {' or '.join(words)}" if words else ""
 
 
