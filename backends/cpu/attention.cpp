@@ -20,8 +20,10 @@ constexpr i64 kQueryBlock = 32;
 // Up to this many rows, keys are used where they lie; beyond, they are copied into tiles first.
 constexpr i64 kFewRows = 8;
 // Shortest part of the keys worth a thread of its own.
-constexpr i64 kMinSplit = 256;
+constexpr i64 kMinSplit = 64;
 constexpr i64 kMaxSplits = 64;
+// Keys between asking for one and using it.
+constexpr i64 kKeysAhead = 16;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 struct Problem {
@@ -156,23 +158,73 @@ void soften(const Problem& p, const Item& item, const Workspace& w, i64 first_ke
     }
 }
 
-// Few rows: one pass over the keys where they lie, then one over the values.
-void attend_in_place(const Problem& p, const Item& item, const Workspace& w, i64 key, i64 count) {
-    const i64 rows = item.rows(p), D = p.padded_D;
-    for (i64 j = 0; j < count; ++j) {
-        const float* k = p.k_cache + p.cache_at(item.b, key + j, item.kv_head);
-        for (i64 r = 0; r < rows; ++r) w.scores[r * kKeyBlock + j] = dot(w.q + r * D, k, p.D);
-    }
-    soften(p, item, w, key, count);
-    for (i64 j = 0; j < count; ++j) {
-        const float* v = p.v_cache + p.cache_at(item.b, key + j, item.kv_head);
-        for (i64 i = 0; i < p.D; i += 16) {
-            const f32x16 part = load16_first(v + i, p.D - i);
-            for (i64 r = 0; r < rows; ++r) {
-                float* o = w.o + r * D + i;
-                store16(o, fma16(set16(w.scores[r * kKeyBlock + j]), part, load16(o)));
+// Ask for one head's key or value ahead of its use: rows of other heads lie between them, which the
+// hardware's prefetcher does not follow.
+inline void fetch(const float* row, i64 D) {
+    for (i64 i = 0; i < D; i += 16) MI_PREFETCH(row + i);
+}
+
+// Scores of all rows with four keys at a time.
+void score_in_place(const Problem& p, const Item& item, const Workspace& w, i64 key, i64 count) {
+    const i64 rows = item.rows(p), D = p.padded_D, whole = p.D / 16 * 16;
+    const auto k_row = [&](i64 j) {
+        return p.k_cache + p.cache_at(item.b, key + least(j, count - 1), item.kv_head);
+    };
+    for (i64 j = 0; j < count; j += 4) {
+        const float *k0 = k_row(j), *k1 = k_row(j + 1), *k2 = k_row(j + 2), *k3 = k_row(j + 3);
+        for (i64 ahead = 0; ahead < 4; ++ahead) fetch(k_row(j + kKeysAhead + ahead), p.D);
+        for (i64 r = 0; r < rows; ++r) {
+            const float* q = w.q + r * D;
+            f32x16 s0 = set16(0.0f), s1 = s0, s2 = s0, s3 = s0;
+            for (i64 i = 0; i < whole; i += 16) {
+                const f32x16 part = load16(q + i);
+                s0 = fma16(part, load16(k0 + i), s0);
+                s1 = fma16(part, load16(k1 + i), s1);
+                s2 = fma16(part, load16(k2 + i), s2);
+                s3 = fma16(part, load16(k3 + i), s3);
+            }
+            float* s = w.scores + r * kKeyBlock + j;
+            sum16x4(s0, s1, s2, s3, s);
+            for (i64 i = whole; i < p.D; ++i) {
+                s[0] += q[i] * k0[i];
+                s[1] += q[i] * k1[i];
+                s[2] += q[i] * k2[i];
+                s[3] += q[i] * k3[i];
             }
         }
+    }
+}
+
+// o += weights times values, R chunks of 16 elements of D in registers at a time.
+template <int R>
+inline void add_values(const float* const* rows, const float* weights, i64 count, i64 at, float* o) {
+    f32x16 acc[R];
+    for (int c = 0; c < R; ++c) acc[c] = load16(o + at + 16 * c);
+    for (i64 j = 0; j < count; ++j) {
+        const f32x16 weight = set16(weights[j]);
+        for (int c = 0; c < R; ++c) acc[c] = fma16(weight, load16(rows[j] + at + 16 * c), acc[c]);
+    }
+    for (int c = 0; c < R; ++c) store16(o + at + 16 * c, acc[c]);
+}
+
+// Few rows: keys and values are used where they lie.
+void attend_in_place(const Problem& p, const Item& item, const Workspace& w, i64 key, i64 count) {
+    const i64 D = p.padded_D;
+    const float* values[kKeyBlock];
+    for (i64 j = 0; j < count; ++j) {
+        values[j] = p.v_cache + p.cache_at(item.b, key + j, item.kv_head);
+        fetch(values[j], p.D);
+    }
+    score_in_place(p, item, w, key, count);
+    soften(p, item, w, key, count);
+    for (i64 r = 0; r < item.rows(p); ++r) {
+        const float* weights = w.scores + r * kKeyBlock;
+        float* o = w.o + r * D;
+        i64 i = 0;
+        for (; i + 64 <= p.D; i += 64) add_values<4>(values, weights, count, i, o);
+        for (; i + 16 <= p.D; i += 16) add_values<1>(values, weights, count, i, o);
+        for (; i < p.D; ++i)
+            for (i64 j = 0; j < count; ++j) o[i] += weights[j] * values[j][i];
     }
 }
 

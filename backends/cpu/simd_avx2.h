@@ -57,6 +57,13 @@ inline float sum8(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 inline float sum16(f32x16 v) { return sum8(_mm256_add_ps(v.a, v.b)); }
+// The sums of four vectors, for the price of little more than one.
+inline void sum16x4(f32x16 p, f32x16 q, f32x16 r, f32x16 s, float* out) {
+    const __m256 pq = _mm256_hadd_ps(_mm256_add_ps(p.a, p.b), _mm256_add_ps(q.a, q.b));
+    const __m256 rs = _mm256_hadd_ps(_mm256_add_ps(r.a, r.b), _mm256_add_ps(s.a, s.b));
+    const __m256 all = _mm256_hadd_ps(pq, rs);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
 inline float largest16(f32x16 v) {
     __m256 m = _mm256_max_ps(v.a, v.b);
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));

@@ -31,6 +31,17 @@ inline f32x16 select_lt(f32x16 x, f32x16 y, f32x16 yes, f32x16 no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, y.v, _CMP_LT_OQ), no.v, yes.v)};
 }
 inline float sum16(f32x16 v) { return _mm512_reduce_add_ps(v.v); }
+inline __m256 fold(__m512 v) {
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
+    return _mm256_add_ps(_mm512_castps512_ps256(v), high);
+}
+// The sums of four vectors, for the price of little more than one.
+inline void sum16x4(f32x16 p, f32x16 q, f32x16 r, f32x16 s, float* out) {
+    const __m256 pq = _mm256_hadd_ps(fold(p.v), fold(q.v));
+    const __m256 rs = _mm256_hadd_ps(fold(r.v), fold(s.v));
+    const __m256 all = _mm256_hadd_ps(pq, rs);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
 inline float largest16(f32x16 v) { return _mm512_reduce_max_ps(v.v); }
 inline f32x16 load16_f16(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};

@@ -41,6 +41,12 @@ inline float sum16(f32x16 v) {
     for (int i = 0; i < 16; ++i) total += v.v[i];
     return total;
 }
+inline void sum16x4(f32x16 p, f32x16 q, f32x16 r, f32x16 s, float* out) {
+    out[0] = sum16(p);
+    out[1] = sum16(q);
+    out[2] = sum16(r);
+    out[3] = sum16(s);
+}
 inline float largest16(f32x16 v) {
     float best = v.v[0];
     for (int i = 1; i < 16; ++i) best = v.v[i] > best ? v.v[i] : best;
