@@ -3,13 +3,16 @@
 # R rows to sample, V tokens of the vocabulary, C candidates of a row (best first)
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from metainfer.ir.errors import MetainferError
+
+# More than top_p = 0.9 keeps of a language model's distribution as a rule.
+_FIRST_CANDIDATES = 256
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ def sample(
     ids = best_R.cpu().numpy().copy()
     for rows in _groups(params):
         draws = np.array([generators[r].random() for r in rows])
-        chosen = _draw(x_RV[rows], [params[r] for r in rows], torch.from_numpy(draws))
+        draws_R = torch.from_numpy(draws).to(x_RV.device)
+        chosen = _draw(x_RV[rows], [params[r] for r in rows], draws_R)
         ids[rows] = chosen.cpu().numpy()
     return ids
 
@@ -131,40 +135,73 @@ def _is_plain(params: SamplingParams) -> bool:
 
 
 def _draw(x_RV: torch.Tensor, params: list[SamplingParams], draws_R: torch.Tensor) -> torch.Tensor:
-    """Choose one token a row by inverting the cumulative distribution of its candidates.
+    """Choose one token for each row of one group. Shapes: [R, V], float64 [R] -> int64 [R]."""
+    if _is_plain(params[0]):
+        return _invert(_weights(x_RV, params), draws_R)
+    width, limit = x_RV.shape[1], max(p.top_k for p in params)
+    if limit:
+        return _draw_ordered(x_RV, None, params, draws_R, min(limit, width))[0]
+    # The tokens that top_p and min_p keep are few as a rule: order the first ones, and all only
+    # for rows whose last ordered token is still kept. Either way gives the same token.
+    totals_R1 = _weights(x_RV, params).cumsum(dim=1)[:, -1:]
+    count = min(_FIRST_CANDIDATES, width)
+    chosen_R, open_R = _draw_ordered(x_RV, totals_R1, params, draws_R, count)
+    rows = open_R.nonzero()[:, 0]
+    if count < width and len(rows):
+        rest = [params[int(r)] for r in rows]
+        chosen_R[rows] = _draw_ordered(x_RV[rows], totals_R1[rows], rest, draws_R[rows], width)[0]
+    return chosen_R
+
+
+def _weights(x_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Return unnormalised probabilities in float64, 1 for the most likely token of each row."""
+    x_RV = x_RV.to(torch.float64)
+    temperatures_R1 = _column([p.temperature for p in params], x_RV)
+    return torch.exp((x_RV - x_RV.max(dim=1, keepdim=True).values) / temperatures_R1)
+
+
+def _draw_ordered(
+    x_RV: torch.Tensor,
+    totals_R1: torch.Tensor | None,
+    params: list[SamplingParams],
+    draws_R: torch.Tensor,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose among the ``count`` most likely tokens of each row.
+
+    Returns the tokens, and whether the last candidate of each row was kept by the filters.
+    """
+    index_RC = _ordered(x_RV, count)
+    weights_RC = _filter(_weights(x_RV.gather(1, index_RC), params), totals_R1, params)
+    place_R1 = _invert(weights_RC, draws_R)[:, None]
+    return index_RC.gather(1, place_R1)[:, 0], weights_RC[:, -1] > 0
+
+
+def _invert(weights_RC: torch.Tensor, draws_R: torch.Tensor) -> torch.Tensor:
+    """Return the place of each row at which its draw falls. Shapes: [R, C], [R] -> int64 [R].
 
     Sums are taken by cumsum alone: its partial sums do not depend on the candidates that follow,
-    so that a row gets the same token whatever the largest top_k of its group is.
+    so that a row gets the same token whatever the number of candidates of its group is.
     """
-    if _is_plain(params[0]):
-        candidates_RC, index_RC = x_RV, None
-    else:
-        index_RC = _ordered(x_RV, max(p.top_k for p in params))
-        candidates_RC = x_RV.gather(1, index_RC)
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=x_RV.device)[:, None]
-
-    x_RC = candidates_RC.to(torch.float64)
-    best_R1 = x_RC.max(dim=1, keepdim=True).values
-    p_RC = torch.exp((x_RC - best_R1) / column([p.temperature for p in params]))
-    if index_RC is not None:
-        p_RC = _filter(p_RC, params, column)
-    sums_RC = p_RC.cumsum(dim=1)
-    targets_R1 = draws_R.to(x_RV.device)[:, None] * sums_RC[:, -1:]
+    sums_RC = weights_RC.cumsum(dim=1)
+    targets_R1 = draws_R[:, None] * sums_RC[:, -1:]
     place_R1 = torch.searchsorted(sums_RC, targets_R1, right=True)
     # Rounding can put a target on the total itself: take the last candidate that is possible.
     last_R1 = (sums_RC < sums_RC[:, -1:]).sum(dim=1, keepdim=True)
-    place_R1 = torch.minimum(place_R1, last_R1)
-    return (place_R1 if index_RC is None else index_RC.gather(1, place_R1))[:, 0]
+    return torch.minimum(place_R1, last_R1)[:, 0]
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    """Return one number a row, float64 [R, 1]."""
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
 
 
 def _ordered(x_RV: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indexes of the ``count`` largest logits (0: all), equal ones by index.
+    """Return the indexes of the ``count`` largest logits, equal ones by index.
 
     Shapes: [R, V] -> int64 [R, C].
     """
-    if count == 0 or count >= x_RV.shape[1]:
+    if count == x_RV.shape[1]:
         return torch.sort(x_RV, dim=1, descending=True, stable=True).indices
     # topk breaks ties as it likes, so rank by unique integers: the float's bits, in an order that
     # agrees with the numbers, above the complement of the index.
@@ -175,20 +212,22 @@ def _ordered(x_RV: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _filter(
-    p_RC: torch.Tensor,
-    params: list[SamplingParams],
-    column: Callable[[list[float]], torch.Tensor],
+    weights_RC: torch.Tensor, totals_R1: torch.Tensor | None, params: list[SamplingParams]
 ) -> torch.Tensor:
-    """Set the weights of candidates that top_k, top_p or min_p rule out to 0."""
-    count = p_RC.shape[1]
-    place_C = torch.arange(count, device=p_RC.device)
-    p_RC = p_RC * (place_C < column([float(p.top_k or count) for p in params]))
-    sums_RC = p_RC.cumsum(dim=1)
-    before_RC = sums_RC - p_RC
+    """Set the weights of ordered candidates that top_k, top_p or min_p rule out to 0.
+
+    ``totals`` are the sums over the whole vocabulary, None where top_k limits every row.
+    """
+    count = weights_RC.shape[1]
+    place_C = torch.arange(count, device=weights_RC.device)
+    kept_RC = weights_RC * (place_C < _column([float(p.top_k or count) for p in params], place_C))
+    sums_RC = kept_RC.cumsum(dim=1)
+    if totals_R1 is None:
+        totals_R1 = sums_RC[:, -1:]
     # top_p = 1 keeps all, also where the sums reach the total early by rounding.
-    limits_R1 = column([p.top_p if p.top_p < 1 else math.inf for p in params])
-    p_RC = p_RC * (before_RC < limits_R1 * sums_RC[:, -1:])
-    return p_RC * (p_RC >= column([p.min_p for p in params]) * p_RC[:, :1])
+    limits_R1 = _column([p.top_p if p.top_p < 1 else math.inf for p in params], place_C)
+    kept_RC = kept_RC * (sums_RC - kept_RC < limits_R1 * totals_R1)
+    return kept_RC * (kept_RC >= _column([p.min_p for p in params], place_C) * kept_RC[:, :1])
 
 
 class StopMatcher:

@@ -68,15 +68,16 @@ class _Array:
 class Metadata(Mapping[str, object]):
     """Key-value pairs as plain Python values; arrays are converted when first asked for."""
 
-    def __init__(self, cursor: "Cursor", values: dict[str, object]) -> None:
-        self._cursor = cursor
+    def __init__(self, file: MappedFile, values: dict[str, object]) -> None:
+        self._file = file
         self._values = values
 
     def __getitem__(self, key: str) -> object:
         """Return a value. Raises: CheckpointError if an array holds text that is not UTF-8."""
         value = self._values[key]
         if isinstance(value, _Array):
-            value = self._cursor.items(value, key)
+            # A cursor of its own, so that threads can convert side by side.
+            value = Cursor(self._file).items(value, f"key {key!r}")
             self._values[key] = value
         return value
 
@@ -223,7 +224,7 @@ def read_header(file: MappedFile) -> GgufHeader:
     version = _read_version(cursor, file)
     num_tensors = cursor.scalar(_U64, "the tensor count")
     num_pairs = cursor.scalar(_U64, "the count of metadata pairs")
-    metadata = _read_metadata(cursor, num_pairs)
+    metadata = _read_metadata(file, cursor, num_pairs)
     alignment = _alignment(metadata, file.path)
     records = _read_records(cursor, num_tensors)
     end = cursor.at
@@ -258,7 +259,7 @@ def _read_version(cursor: Cursor, file: MappedFile) -> int:
     )
 
 
-def _read_metadata(cursor: Cursor, num_pairs: int) -> Metadata:
+def _read_metadata(file: MappedFile, cursor: Cursor, num_pairs: int) -> Metadata:
     values: dict[str, object] = {}
     for number in range(num_pairs):
         key = cursor.string(f"key {number} of {num_pairs}")
@@ -266,7 +267,7 @@ def _read_metadata(cursor: Cursor, num_pairs: int) -> Metadata:
             raise cursor.error(f"key {key!r} appears twice")
         type_id = cursor.scalar(_U32, f"the type of {key!r}")
         values[key] = cursor.value(type_id, f"key {key!r}")
-    return Metadata(cursor, values)
+    return Metadata(file, values)
 
 
 def _alignment(metadata: Metadata, path: Path) -> int:
