@@ -135,12 +135,18 @@ class Decoder(nn.Module):
         return self.lm_head(self.model(tokens_T, positions_T))
 
 
+# Older files keep the rotary frequencies, which the config gives; GGUF keeps Llama 3's divisors.
+_UNUSED = ("*.rotary_emb.inv_freq", "rope_freqs.weight")
+
+
 def decoder_spec(name: str, config: DecoderConfig, **fields: Any) -> ModelSpec:
     """The spec of a dense decoder; ``fields`` are further fields of `ModelSpec`.
 
     Raises: MetainferError if a field does not fit.
     """
     fields.setdefault("tiny", _tiny(name, config))
+    # Some checkpoints repeat a tied weight under the head's name.
+    fields.setdefault("ignore", (*_UNUSED, "lm_head.weight") if config.tie else _UNUSED)
     if config.tie:
         # Checkpoints keep a tied weight once, under the embedding's name.
         shared = "model.embed_tokens.weight"

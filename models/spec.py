@@ -86,6 +86,7 @@ class ModelSpec:
         unpermute: ``(suffix of weight names, heads)`` for rows that the checkpoint keeps in GGUF's
             interleaved order of rotary pairs.
         renames: name in the checkpoint by name of the weight, where they differ.
+        ignore: glob patterns of tensors that checkpoints have and the model does not use.
         dtype: element type of the model's activations ("bf16"); None leaves it to the compiler.
         source_file: Python file, config or GGUF file that the model came from.
 
@@ -104,6 +105,7 @@ class ModelSpec:
     max_positions: int = 0
     unpermute: tuple[tuple[str, int], ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict, hash=False)
+    ignore: tuple[str, ...] = ()
     dtype: str | None = None
     source_file: str | Path | None = None
 
@@ -236,6 +238,8 @@ def _check_dims(spec: ModelSpec) -> None:
 
 
 def _check_weights(spec: ModelSpec) -> None:
+    if isinstance(spec.ignore, str):
+        raise _wrong(spec.name, f"ignore is the text {spec.ignore!r}", 'give a tuple: ("*.bias",)')
     for suffix, heads in spec.unpermute:
         if heads < 1:
             raise _wrong(

@@ -59,6 +59,7 @@ def test_weights_are_looked_up_by_name_and_suffix() -> None:
         ({"dynamic": (("B",),), "bounds": {"B": (4, 2)}}, ["(4, 2)"]),
         ({"dynamic": (("B",),), "bounds": {"B": (0, 2)}}, ["(0, 2)"]),
         ({"unpermute": (("q", 0),)}, ["'q'", "0 heads"]),
+        ({"ignore": "*.bias"}, ["'*.bias'", "tuple"]),
         ({"checkpoint": 3}, ["checkpoint", "int"]),
         ({"tokenizer": b"x"}, ["tokenizer", "bytes"]),
     ],
