@@ -81,7 +81,7 @@ def _apply(
                     packing,
                     f"a second copy of {size / 2**20:.1f} MiB: uses want different packings",
                     data=(("bytes", size),),
-                )  # fmt: skip
+                )
             )
         for number in numbers:
             ops[number] = _use_packed(ops[number], weight, Value(name, packed.type))

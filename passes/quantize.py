@@ -10,7 +10,6 @@ holds in wider numbers, on request.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from metainfer.ir.dtypes import BF16, F16, F32, Block, DType, parse_dtype
 from metainfer.ir.graph import Graph, Module, Op, Value
@@ -100,9 +99,12 @@ def _requested(own: DType, request: str, stored: Value) -> tuple[str, str]:
 
 
 def _is_served(
-    dtype: DType, stored: Value, readers: Sequence[Op], target: Target,
+    dtype: DType,
+    stored: Value,
+    readers: Sequence[Op],
+    target: Target,
     limits: Mapping[str, tuple[int, int]],
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether every reader has a kernel that is made for the format (not a generic one)."""
     for op in readers:
         operands = tuple(
@@ -120,9 +122,12 @@ def _is_served(
 
 
 def _nearest(
-    own: DType, stored: Value, readers: Sequence[Op], target: Target,
+    own: DType,
+    stored: Value,
+    readers: Sequence[Op],
+    target: Target,
     limits: Mapping[str, tuple[int, int]],
-) -> tuple[str, str]:  # fmt: skip
+) -> tuple[str, str]:
     """The format that loses least among those that the device has kernels for."""
     exact: list[DType] = [F32] if isinstance(own, Block) or own == F32 else [BF16, F16, F32]
     rows_fit = stored.tensor.shape[-1].static % 32 == 0

@@ -166,9 +166,12 @@ def _layouts_fit(candidate: Candidate, op: Op) -> bool:
 
 
 def _row(
-    usable: Sequence[Candidate], found: Sequence[Candidate], query: Query, target: Target,
+    usable: Sequence[Candidate],
+    found: Sequence[Candidate],
+    query: Query,
+    target: Target,
     env: Mapping[str, int],
-) -> _Row:  # fmt: skip
+) -> _Row:
     priced = sorted(
         ((cost_of(c, query, target, env), c) for c in usable), key=lambda p: p[0].seconds
     )
@@ -199,9 +202,13 @@ def _compress(rows: Sequence[_Row], symbol: str | None) -> tuple[Choice, ...]:
 
 
 def _report(
-    op: Op, graph: Graph, rows: Sequence[_Row], found: Sequence[Candidate], query: Query,
+    op: Op,
+    graph: Graph,
+    rows: Sequence[_Row],
+    found: Sequence[Candidate],
+    query: Query,
     target: Target,
-) -> None:  # fmt: skip
+) -> None:
     last = rows[-1] if target.strategy.phase != "decode" else rows[0]
     kernel = last.best.kernel
     repairs = [r.text for r in last.best.repairs or ()]
@@ -246,7 +253,7 @@ def _report(
             "; ".join(parts),
             severity,
             tuple(data.items()),
-        )  # fmt: skip
+        )
     )
 
 

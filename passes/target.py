@@ -1,9 +1,14 @@
-"""What a pass may see of the outside: the machine, the strategy, kernels' contracts and costs."""
+"""What a pass may see of the outside: the machine, the strategy, kernels' contracts and costs.
 
-from collections.abc import Mapping, Sequence
+`backends.kernel` holds contracts only (records, constraints, costs); it is the one module of the
+backends that passes import.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from metainfer.backends.kernel import Cost, Kernel, Registry
 from metainfer.hardware.device import Device
 from metainfer.hardware.machine import Machine
 from metainfer.ir.graph import Op
@@ -11,38 +16,18 @@ from metainfer.ir.options import Options
 from metainfer.ir.strategy import Strategy
 
 
-class KernelContract(Protocol):
-    """What passes need to know of a kernel (`backends.kernel.Kernel`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def layouts(self) -> Mapping[int, str]: ...
-    @property
-    def generic(self) -> bool: ...
-    @property
-    def error(self) -> float: ...
-    def refusals(self, query: Any) -> Sequence[Any]: ...
-    def repairs_for(self, refusals: Sequence[Any]) -> Sequence[Any] | None: ...
-
-
-class KernelSet(Protocol):
-    """Kernels by what they implement (`backends.kernel.Registry`)."""
-
-    def candidates(self, op: str) -> Sequence[KernelContract]: ...
-    def get(self, name: str) -> KernelContract: ...
-
-
 class CostModel(Protocol):
     """Predicts times (`compiler.cost.CostModel`)."""
 
     def kernel(
-        self, kernel: Any, op: Op, device: Device, env: Mapping[str, int], waste: float = 0.0
-    ) -> Any: ...
+        self, kernel: Kernel, op: Op, device: Device, env: Mapping[str, int], waste: float = 0.0
+    ) -> Cost:
+        """Predicted cost of a group by a kernel."""
+        ...
+
+    def roofline(self, op: Op, device: Device, env: Mapping[str, int]) -> Cost:
+        """What no kernel can beat."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -85,10 +70,9 @@ class Target:
     machine: Machine
     strategy: Strategy
     options: Options
-    kernels: KernelSet
+    kernels: Registry
     costs: CostModel
     report: Report
-    layouts: Any = None
 
     @property
     def device(self) -> Device:

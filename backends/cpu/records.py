@@ -1,0 +1,357 @@
+"""Records of the C++ kernels: what each implements, requires and costs."""
+
+from collections.abc import Callable
+
+from metainfer.backends.cpu import emitters, layouts
+from metainfer.backends.cpu.emit import CpuBinder, CpuCall
+from metainfer.backends.kernel import (
+    Constraint,
+    Efficiency,
+    Kernel,
+    Query,
+    Registry,
+    attr_is,
+    dense,
+    device_kind,
+    dtype,
+    operand_count,
+    page_size_in,
+    weight_operand,
+)
+from metainfer.backends.layout import Layout, LayoutRegistry
+from metainfer.ir.dims import Dim, dim
+from metainfer.ir.dtypes import parse_dtype
+from metainfer.ir.errors import TypeMismatch
+from metainfer.ir.types import TensorType
+
+CPU = device_kind("cpu")
+_SOURCE = "benchmarks/cpu_kernels.py on an AVX2 EPYC, 2 cores"
+# Rounding of an activation to 8 bits within its block of 32: half a step of 1/127.
+A8_ERROR = 1 / 254
+
+_STREAM = Efficiency(memory=0.6, compute=0.5, rate="f32", source=_SOURCE)
+
+
+def register(kernels: Registry, registry: LayoutRegistry) -> None:
+    """Add the CPU kernels and layouts."""
+    for name in layouts.LAYOUTS:
+        registry.add(_layout(name))
+    for kernel in (*_linears(), *_embeddings(), *_rows(), *_attention(), *_pointwise()):
+        kernels.add(kernel)
+
+
+def _layout(name: str) -> Layout:
+    def num_bytes(type_: TensorType) -> int:
+        rows, columns = (n.static for n in type_.shape)
+        return layouts.layout_bytes(name, (rows, columns))
+
+    def unpack(blob: object, type_: TensorType) -> object:
+        rows, columns = (n.static for n in type_.shape)
+        return layouts.unpack(name, blob, (rows, columns))  # type: ignore[arg-type]
+
+    return Layout(name, lambda w: layouts.pack(name, w), unpack, num_bytes)  # type: ignore[arg-type]
+
+
+def f32(*operands: int) -> tuple[Constraint, ...]:
+    """These operands are float32."""
+    return tuple(dtype(i, "f32") for i in operands)
+
+
+def _bias_is(position: int) -> Constraint:
+    """A bias, where there is one, is float32."""
+    return dtype(position, "f32")
+
+
+# --- linears -----------------------------------------------------------------------------------
+
+
+def _linears() -> list[Kernel]:
+    made: list[Kernel] = []
+    for name, format_, rate, error in (
+        ("linear_f32", "f32", 0.85, 0.0),
+        ("linear_bf16", "bf16", 0.8, 0.0),
+    ):
+        made += _linear_family(name, format_, Efficiency(0.85, rate, "f32", _SOURCE), error)
+    for format_ in ("i8/32:f16", "i8/32:f32"):
+        exact = Efficiency(0.8, 0.55, "f32", _SOURCE)
+        quick = Efficiency(0.85, 1.6, "f32", _SOURCE)
+        made += _linear_family("linear_w8", format_, exact, 0.0)
+        made += _linear_family("linear_w8a8", format_, quick, A8_ERROR)
+    for format_ in ("u4/32:f16+f16", "i4/32:f16", "u4/32:f32+f32"):
+        exact = Efficiency(0.7, 0.5, "f32", _SOURCE)
+        quick = Efficiency(0.75, 1.5, "f32", _SOURCE)
+        made += _linear_family("linear_w4", format_, exact, 0.0)
+        made += _linear_family("linear_w4a8", format_, quick, A8_ERROR)
+    return made
+
+
+_SUFFIX = {"i8/32:f32": "_s32", "i4/32:f16": "_sym", "u4/32:f32+f32": "_s32"}
+
+
+def _linear_family(
+    function: str, format_: str, efficiency: Efficiency, error: float
+) -> list[Kernel]:
+    """The plain linear and the one that adds a residual."""
+    packing = layouts.layout_for(parse_dtype(format_))
+    name = f"cpu.{function}{_SUFFIX.get(format_, '')}"
+    workspace = _activation_bytes if error else None
+    emit = emitters.linear(function)
+    common = (CPU, *f32(0), dtype(1, format_), weight_operand(1), dense(0))
+    shared = {
+        "backend": "cpu",
+        "layouts": {1: packing},
+        "efficiency": efficiency,
+        "error": error,
+        "workspace": workspace,
+        "launches": 2 if error else 1,
+    }
+    plain = Kernel(
+        name,
+        "linear",
+        requires=(*common, operand_count(2, 3), dtype(2, "f32")),
+        binder=CpuBinder(emit),
+        **shared,  # type: ignore[arg-type]
+    )
+    added = Kernel(
+        f"{name}_add",
+        "linear_add",
+        requires=(*common, dtype(2, "f32"), dense(2)),
+        binder=CpuBinder(emitters.linear_add(function)),
+        **shared,  # type: ignore[arg-type]
+    )
+    return [plain, added]
+
+
+def _activation_bytes(query: Query) -> int:
+    """Scratch for quantized activations: codes, scales and sums (see kernels.py)."""
+    type_ = query.tensor(0)
+    rows = query.upper(_rows_of(type_))
+    return emitters.quantized_bytes(rows, type_.shape[-1].static)
+
+
+def _rows_of(type_: TensorType) -> Dim:
+    rows = dim(1)
+    for size in type_.shape[:-1]:
+        rows = rows * size
+    return rows
+
+
+# --- embeddings and rows -----------------------------------------------------------------------
+
+
+def _embeddings() -> list[Kernel]:
+    made = []
+    gather = Efficiency(0.5, 0.5, "f32", _SOURCE)
+    for name in ("f32", "bf16"):
+        made.append(
+            Kernel(
+                f"cpu.embedding_{name}",
+                "embedding",
+                "cpu",
+                (CPU, dtype(0, "i32"), dtype(1, name), attr_is("dtype", "f32")),
+                efficiency=gather,
+                binder=CpuBinder(emitters.embedding(f"embedding_{name}")),
+            )
+        )
+    for format_ in ("i8/32:f16", "i8/32:f32", "u4/32:f16+f16", "i4/32:f16", "u4/32:f32+f32"):
+        packing = layouts.layout_for(parse_dtype(format_))
+        requires = (
+            CPU, dtype(0, "i32"), dtype(1, format_), weight_operand(1), attr_is("dtype", "f32"),
+        )  # fmt: skip
+        short = packing.removeprefix("cpu.").removesuffix("_n16")
+        made.append(
+            Kernel(
+                f"cpu.embedding_{short}",
+                "embedding",
+                "cpu",
+                (
+                    CPU,
+                    dtype(0, "i32"),
+                    dtype(1, format_),
+                    weight_operand(1),
+                    attr_is("dtype", "f32"),
+                ),
+                # The packing of the linears, so that a tied table is held once.
+                layouts={1: packing},
+                efficiency=gather,
+                binder=CpuBinder(emitters.embedding_block),
+            )
+        )
+    return made
+
+
+def _rows() -> list[Kernel]:
+    def row(name: str, op: str, emit: Callable[[CpuCall], None], *requires: Constraint) -> Kernel:
+        return Kernel(
+            f"cpu.{name}",
+            op,
+            "cpu",
+            (CPU, *requires, dense()),
+            efficiency=_STREAM,
+            binder=CpuBinder(emit),
+        )
+
+    return [
+        row("rms_norm", "rms_norm", emitters.rms_norm, *f32(0, 1)),
+        row("add_rms_norm", "add_rms_norm", emitters.add_rms_norm, *f32(0, 1, 2)),
+        row("layer_norm", "layer_norm", emitters.layer_norm, operand_count(2, 3), *f32(0, 1, 2)),
+        row("softmax", "softmax", emitters.softmax, *f32(0), attr_is("dim", -1)),
+        row("gather", "gather", emitters.gather, dtype(0, "f32", "i32"), dtype(1, "i32")),
+    ]
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+def _caches_f32(operand: int) -> Constraint:
+    def check(query: Query) -> str | None:
+        state = query.op.operands[operand].state
+        types = {str(t.dtype) for _, t in state.fields}
+        return None if types == {"f32"} else ", ".join(sorted(types))
+
+    return Constraint("cached keys and values are f32", check)
+
+
+def _half_split(query: Query) -> str | None:
+    body = query.op.body
+    ropes = [o for o in body.ops if o.name == "rope"] if body else [query.op]
+    bad = [o for o in ropes if o.attr.get("interleaved", False)]
+    return "interleaved pairs" if bad else None
+
+
+HALF_SPLIT = Constraint("half-split rotary pairs", _half_split)
+
+
+def _equal_widths(query: Query) -> str | None:
+    state = query.op.operands[1].state
+    k, v = state.field_type("k"), state.field_type("v")
+    return None if k.shape == v.shape else f"k {k}, v {v}"
+
+
+def _attention() -> list[Kernel]:
+    arithmetic = Efficiency(0.6, 0.5, "f32", _SOURCE)
+    pages = page_size_in(1, 1, 2, 4, 8, 16, 32, 64, 128)
+    fused = (CPU, *f32(0), HALF_SPLIT, dense(0))
+    return [
+        Kernel(
+            "cpu.attention_paged",
+            "attention",
+            "cpu",
+            (
+                CPU,
+                *f32(0),
+                _caches_f32(1),
+                pages,
+                dense(0),
+                Constraint("keys and values of one shape", _equal_widths),
+            ),
+            efficiency=arithmetic,
+            binder=CpuBinder(emitters.attention),
+        ),
+        Kernel(
+            "cpu.rope_kv_write",
+            "rope_kv_write",
+            "cpu",
+            (*fused, _caches_f32(2)),
+            efficiency=_STREAM,
+            binder=CpuBinder(emitters.rope_kv_write),
+        ),
+        Kernel(
+            "cpu.qk_norm_rope_kv_write",
+            "qk_norm_rope_kv_write",
+            "cpu",
+            (*fused, _caches_f32(4)),
+            efficiency=_STREAM,
+            binder=CpuBinder(emitters.qk_norm_rope_kv_write),
+        ),
+        Kernel(
+            "cpu.rope",
+            "rope",
+            "cpu",
+            (*fused, dtype(1, "i32"), _three_dims(0)),
+            efficiency=_STREAM,
+            binder=CpuBinder(emitters.rope),
+        ),
+        Kernel(
+            "cpu.kv_write",
+            "kv_write",
+            "cpu",
+            (CPU, *f32(1, 2), _caches_f32(0), dense(1, 2)),
+            efficiency=_STREAM,
+            binder=CpuBinder(emitters.kv_write),
+        ),
+    ]
+
+
+def _three_dims(operand: int) -> Constraint:
+    def check(query: Query) -> str | None:
+        rank = query.tensor(operand).rank
+        return None if rank == 3 else f"rank {rank}"
+
+    return Constraint("tokens, heads, width", check)
+
+
+# --- pointwise ---------------------------------------------------------------------------------
+
+
+def _same_or_row(query: Query) -> str | None:
+    x, z = query.tensor(0), query.tensor(1)
+    if x.shape == z.shape or z.shape == x.shape[-1:]:
+        return None
+    return f"{x} and {z}"
+
+
+def _pointwise() -> list[Kernel]:
+    made = []
+    for function, op, requires in (
+        ("silu", "silu", ()),
+        ("exp", "exp", ()),
+        ("gelu_erf", "gelu", (attr_is("approximate", "none"),)),
+        ("gelu_tanh", "gelu", (_tanh(),)),
+        ("silu_mul", "silu_mul_halves", ()),
+        ("gelu_erf_mul", "gelu_mul_halves", (_gelu_of_body("none"),)),
+        ("gelu_tanh_mul", "gelu_mul_halves", (_gelu_of_body("tanh"),)),
+    ):
+        made.append(
+            Kernel(
+                f"cpu.{function}",
+                op,
+                "cpu",
+                (CPU, *f32(0), *requires, dense(0)),
+                efficiency=_STREAM,
+                binder=CpuBinder(emitters.unary(function)),
+            )
+        )
+    shapes = Constraint("equal shapes, or one row for all", _same_or_row)
+    for function in ("add", "mul"):
+        made.append(
+            Kernel(
+                f"cpu.{function}",
+                function,
+                "cpu",
+                (CPU, *f32(0, 1), shapes, dense(0, 1)),
+                efficiency=_STREAM,
+                binder=CpuBinder(emitters.binary(function)),
+            )
+        )
+    return made
+
+
+def _tanh() -> Constraint:
+    def check(query: Query) -> str | None:
+        found = query.op.attr.get("approximate", "none")
+        return None if found == "tanh" else str(found)
+
+    return Constraint("approximate is tanh", check)
+
+
+def _gelu_of_body(approximate: str) -> Constraint:
+    def check(query: Query) -> str | None:
+        body = query.op.body
+        inner = [o for o in body.ops if o.name in ("gelu", "gelu_mul")] if body else []
+        if not inner:
+            raise TypeMismatch("a gelu_mul_halves group without a gelu in its body")
+        found = inner[0].attr.get("approximate", "none")
+        return None if found == approximate else str(found)
+
+    return Constraint(f"approximate is {approximate}", check)
