@@ -33,15 +33,17 @@ def load_file(path: Path) -> ModuleType:
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     name = f"metainfer_model_{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if spec is None:
         raise MetainferError("the file is no Python source", origin=str(path))
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look a class's module up by name.
     sys.modules[name] = module
     linecache.checkcache(str(path))
     try:
+        # Compiled here, not by the loader: its bytecode cache misses an edit within a second.
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
         with _importable(path.resolve().parent):
-            spec.loader.exec_module(module)
+            exec(code, vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _explained(error, path) from error
@@ -60,9 +62,9 @@ def _importable(folder: Path) -> Iterator[None]:
 def _explained(error: BaseException, path: Path) -> MetainferError:
     if isinstance(error, SyntaxError):
         return _syntax_error(error, path)
-    if isinstance(error, OSError | UnicodeDecodeError) and not _frames(error, path):
-        return MetainferError(f"cannot read the model file: {error}", origin=str(path))
     frames = _frames(error, path)
+    if isinstance(error, OSError) and not frames:
+        return MetainferError(f"cannot read the model file: {error}", origin=str(path))
     line = frames[-1].lineno if frames else None
     place = f"{path}:{line}" if line else str(path)
     text = (frames[-1].line or "") if frames else ""

@@ -55,14 +55,27 @@ def resolve_model(
             f"example inputs were given for {str(model)!r}",
             advice="only a bare nn.Module takes them here; a model.py sets them in its ModelSpec",
         )
-    if Path(model).expanduser().exists():
-        return _from_path(Path(model).expanduser())
-    base, colon, variant = str(model).rpartition(":")
+    text = str(model)
+    whole = _existing(text)
+    if whole is not None:
+        return _from_path(whole)
+    base, colon, variant = text.rpartition(":")
     if not colon:
-        return _from_name(str(model))
-    if Path(base).expanduser().exists():
-        return _variant_of_path(Path(base).expanduser(), variant)
+        return _from_name(text)
+    part = _existing(base)
+    if part is not None:
+        return _variant_of_path(part, variant)
     return _from_module(base, variant)
+
+
+def _existing(text: str) -> Path | None:
+    """The path that a text names, if something lies there; "" names nothing."""
+    try:
+        path = Path(text).expanduser()
+        return path if text and path.exists() else None
+    except (OSError, RuntimeError):
+        # Longer than a name may be, or the home of an unknown user.
+        return None
 
 
 def _from_path(path: Path) -> ModelSpec:
