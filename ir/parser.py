@@ -242,7 +242,7 @@ class TypeReader:
             name = unquote(self.source, token)
             if name in found:
                 raise self.source.error(token, f"attribute {name} is given twice")
-            found[name] = self.value(value)
+            found[name] = self.value(value, token)
         return found
 
     def label(self, name: "Token", label: "Token", attrs: dict[str, Any]) -> None:
@@ -252,12 +252,12 @@ class TypeReader:
             raise self.source.error(label, f"{name}: {key} is given twice")
         attrs[key] = unquote(self.source, label)
 
-    def value(self, raw: Any, depth: int = 0) -> Attr:
-        """Read one attribute's value."""
+    def value(self, raw: Any, at: "Token", depth: int = 0) -> Attr:
+        """Read one attribute's value; ``at`` is the attribute's name."""
         if isinstance(raw, RawTuple):
             if depth == MAX_NESTING:
-                raise self.source.error(0, "an attribute is nested too deeply")
-            return tuple([self.value(item, depth + 1) for item in raw.items])
+                raise self.source.error(at, "an attribute is nested too deeply")
+            return tuple([self.value(item, at, depth + 1) for item in raw.items])
         if isinstance(raw, RawDim):
             return self._dim(raw)
         match raw.type:
@@ -300,7 +300,6 @@ class _GraphReader:
             "loc": self._loc,
             "stream": self._stream,
             "by": self._by,
-            "body": self._body,
         }
 
     def graph(self, raw: RawGraph, name: str = "") -> Graph:
@@ -372,6 +371,8 @@ class _GraphReader:
                 attrs = self._types.attrs(payload)
             elif tag == "types":
                 types = payload
+            elif tag == "body":
+                extra["body"] = self._body(raw, payload)
             else:
                 self._clauses[tag](payload, extra)
         if raw.label is not None:
@@ -426,9 +427,10 @@ class _GraphReader:
             )
         return Choice(kernel, str(raw.symbol), integer(self.source, raw.limit))
 
-    def _body(self, payload: Any, extra: dict[str, Any]) -> None:
+    def _body(self, raw: RawOp, body: RawGraph) -> Graph:
         if self._depth == MAX_NESTING:
-            raise self.source.error(0, "bodies are nested too deeply")
+            raise self.source.error(raw.name, "bodies are nested too deeply")
         self._depth += 1
-        extra["body"] = self.graph(payload, "body")
+        graph = self.graph(body, "body")
         self._depth -= 1
+        return graph

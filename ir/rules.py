@@ -213,7 +213,7 @@ class _RuleReader(TypeReader):
                 raise self.source.error(
                     raw.name,
                     f"rule {raw.name} has no `{keyword}`",
-                    "a rule needs why, before, after",
+                    "a rule needs why, before and after",
                 )
         return found
 
