@@ -102,10 +102,8 @@ def _ban(kernel: Kernel, op: Op, target: Target) -> str:
         return "--forbid"
     if kernel.error and target.strategy.exact:
         return f"adds a relative error of {kernel.error:.1e}, exact kernels are wanted"
-    for policy in (*target.device.policy, *target.machine.policy):
-        if policy.stance == "forbid" and policy.applies(
-            "kernel", kernel.name, target.strategy.phase
-        ):
+    for policy in target.machine.stances("kernel", kernel.name, target.strategy.phase):
+        if policy.stance == "forbid":
             return f"policy of the machine: {policy.reason}"
     return ""
 

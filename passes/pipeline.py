@@ -14,7 +14,6 @@ from metainfer.ir.verify import verify_module
 from metainfer.passes.canonicalize import canonicalize
 from metainfer.passes.fuse import fuse
 from metainfer.passes.layout import layout
-from metainfer.passes.memory import memory
 from metainfer.passes.merge_linears import merge_linears
 from metainfer.passes.quantize import quantize
 from metainfer.passes.raise_ops import raise_ops
@@ -40,7 +39,6 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("fuse", fuse),
     Pass("layout", layout),
     Pass("select", select),
-    Pass("memory", memory),
 )
 
 

@@ -184,9 +184,8 @@ def _row(
 
 
 def _is_preferred(candidate: Candidate, target: Target) -> bool:
-    policies = (*target.device.policy, *target.machine.policy)
-    phase, name = target.strategy.phase, candidate.kernel.name
-    return any(p.stance == "prefer" and p.applies("kernel", name, phase) for p in policies)
+    stances = target.machine.stances("kernel", candidate.kernel.name, target.strategy.phase)
+    return any(p.stance == "prefer" for p in stances)
 
 
 def _compress(rows: Sequence[_Row], symbol: str | None) -> tuple[Choice, ...]:

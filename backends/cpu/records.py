@@ -164,13 +164,7 @@ def _embeddings() -> list[Kernel]:
                 f"cpu.embedding_{short}",
                 "embedding",
                 "cpu",
-                (
-                    CPU,
-                    dtype(0, "i32"),
-                    dtype(1, format_),
-                    weight_operand(1),
-                    attr_is("dtype", "f32"),
-                ),
+                requires,
                 # The packing of the linears, so that a tied table is held once.
                 layouts={1: packing},
                 efficiency=gather,

@@ -1,0 +1,390 @@
+"""compile: the one path from a model to a plan."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import metainfer
+from metainfer.backends.registry import Backends, installed
+from metainfer.compiler.attach import attach_checkpoint, header_without_weights
+from metainfer.compiler.capacity import Capacity, plan_capacity
+from metainfer.compiler.capture import Captured, capture_language_model, capture_module
+from metainfer.compiler.cost import CostModel
+from metainfer.compiler.predict import predict
+from metainfer.compiler.sources import resolve_model
+from metainfer.hardware.device import Device
+from metainfer.hardware.load import load_machine
+from metainfer.hardware.machine import Machine
+from metainfer.ir.dtypes import DType, Scalar, parse_dtype
+from metainfer.ir.errors import CheckpointError, MetainferError, Unsupported
+from metainfer.ir.graph import Module
+from metainfer.ir.options import Options
+from metainfer.ir.plan import SCHEMA, Plan
+from metainfer.ir.printer import print_module
+from metainfer.ir.strategy import Strategy
+from metainfer.ir.types import Symbol
+from metainfer.models.spec import ModelSpec
+from metainfer.passes.layout import DEFAULT_PAGE
+from metainfer.passes.pipeline import Timing, run_passes
+from metainfer.passes.target import Decision, Report, Target
+from metainfer.runtime.checkpoint import Checkpoint, open_checkpoint
+
+Progress = Callable[[str], None]
+_TORCH = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What a compilation starts from."""
+
+    spec: ModelSpec
+    machine: Machine
+    options: Options
+    backends: Backends
+    checkpoint: Checkpoint | None
+    report: Report
+    progress: Progress
+
+    @property
+    def device(self) -> Device:
+        return self.machine.device(0)
+
+
+def compile(
+    model: str | Path | ModelSpec | nn.Module,
+    hw: str | Machine = "cpu",
+    *,
+    options: Options | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    example_inputs: Sequence[torch.Tensor] | None = None,
+    dynamic: Sequence[Sequence[str]] = (),
+    progress: Progress = lambda message: None,
+    **fields: Any,
+) -> Plan:
+    """Compile a model for a machine.
+
+    Args:
+        model: a model.py, a known name, a Hugging Face folder, a GGUF file, a ModelSpec, or an
+            nn.Module with ``example_inputs``.
+        hw: a hardware file, a known machine's name, or a Machine.
+        options: what is asked for; single fields may be given as keywords instead.
+        out: where to write the plan; nothing is written without it.
+        overwrite: whether a plan at ``out`` may be replaced.
+        example_inputs: for an nn.Module: tensors that forward takes.
+        dynamic: for an nn.Module: per input, names of the dims that vary ("" for fixed ones).
+        progress: called with one line as each stage begins.
+
+    Raises: MetainferError with place and remedy for any bad input.
+    """
+    begun = time.perf_counter()
+    chosen = replace(options or Options(), **fields)
+    spec = _resolve(model, example_inputs, dynamic)
+    machine = hw if isinstance(hw, Machine) else load_machine(str(hw))
+    given = _Input(spec, machine, chosen, installed(), _open(spec), Report(), progress)
+    try:
+        plan = _compile(given, model if isinstance(model, nn.Module) else None, begun)
+    finally:
+        if given.checkpoint is not None:
+            given.checkpoint.close()
+    if out is not None:
+        plan.save(Path(out), overwrite=overwrite)
+    return plan
+
+
+def _resolve(model: Any, examples: Sequence[torch.Tensor] | None, dynamic: Any) -> ModelSpec:
+    if isinstance(model, nn.Module):
+        if examples is None:
+            raise MetainferError(
+                "an nn.Module is compiled for example inputs, none are given",
+                advice="metainfer.compile(module, example_inputs=(tensor, ...))",
+            )
+        return resolve_model(
+            model, example_inputs=tuple(examples), dynamic=tuple(map(tuple, dynamic))
+        )
+    return resolve_model(model)
+
+
+def _open(spec: ModelSpec) -> Checkpoint | None:
+    """The checkpoint, None where the spec names none or it is not on this machine."""
+    try:
+        path = spec.locate_checkpoint()
+    except CheckpointError:
+        return None
+    return open_checkpoint(path)
+
+
+def _compile(given: _Input, instance: nn.Module | None, begun: float) -> Plan:
+    spec = given.spec
+    timings: dict[str, float] = {"start": time.perf_counter() - begun}
+    strategies = _strategies(given)
+    given.progress(f"capturing {spec.name}")
+    start = time.perf_counter()
+    captured = _capture(given, strategies, instance)
+    timings["capture"] = time.perf_counter() - start
+    start = time.perf_counter()
+    module = _attach(given, captured, strategies)
+    timings["attach"] = time.perf_counter() - start
+    modules: dict[str, Module] = {}
+    decisions: dict[str, list[Decision]] = {}
+    page_size = given.options.page_size
+    for phase, strategy in strategies.items():
+        given.progress(f"passes for {phase}")
+        start = time.perf_counter()
+        fixed = replace(strategy, page_size=page_size)
+        compiled, steps, report = _run_phase(given, module, fixed)
+        modules[phase], decisions[phase] = compiled, report.decisions
+        page_size = page_size or _page_size(compiled)
+        timings[f"passes {phase}"] = time.perf_counter() - start
+        timings.update({f"{phase} {t.name}": t.seconds + t.verify_seconds for t in steps})
+    given.progress("memory")
+    capacity = plan_capacity(
+        modules, given.device, given.backends, given.options, max_context=_max_context(given)
+    )
+    modules = {p: _with_pages(m, capacity) for p, m in modules.items()}
+    timings["total"] = time.perf_counter() - begun
+    return _plan(given, captured, strategies, modules, decisions, capacity, timings)
+
+
+# --- strategy ----------------------------------------------------------------------------------
+
+
+def _strategies(given: _Input) -> dict[str, Strategy]:
+    options, device = given.options, given.device
+    activations = _activations(given)
+    kv = activations if options.kv == "auto" else options.kv
+    base = Strategy(
+        "call", activations=activations, weights=options.weights, kv=kv,
+        exact=options.exact or options.activations == "f32",
+        max_tokens=options.max_tokens, max_sequences=options.max_sequences,
+        max_context=_max_context(given), page_size=options.page_size,
+    )  # fmt: skip
+    if given.spec.kind != "causal_lm":
+        return {"call": base}
+    pages = max(512 // DEFAULT_PAGE, 1)
+    prefill = (("B", 1), ("P", pages), ("R", 1))
+    assert device is not None
+    return {
+        "prefill": replace(base, phase="prefill", typical=prefill),
+        "decode": replace(base, phase="decode", typical=(("P", pages),)),
+    }
+
+
+def _activations(given: _Input) -> str:
+    asked = given.options.activations
+    if asked != "auto":
+        reason = f"--activations {asked}"
+    elif given.device.kind == "gpu" and given.device.has("bf16_mma"):
+        asked, reason = given.spec.dtype or "bf16", "the device's matrix units take it"
+    else:
+        asked, reason = "f32", "the device has no units for narrower floats that our kernels use"
+    given.report.add(Decision("strategy", "activations", asked, reason))
+    return asked
+
+
+def _max_context(given: _Input) -> int:
+    own = given.spec.max_positions
+    asked = given.options.max_context
+    if asked and own and asked > own:
+        raise MetainferError(
+            f"max_context = {asked} is more than the {own} positions that {given.spec.name} knows",
+            advice=f"ask for at most {own}",
+        )
+    return asked or own
+
+
+# --- capture -----------------------------------------------------------------------------------
+
+
+def _capture(
+    given: _Input, strategies: Mapping[str, Strategy], instance: nn.Module | None
+) -> Captured:
+    spec, strategy = given.spec, next(iter(strategies.values()))
+    dtype = _TORCH[strategy.activations]
+    if spec.kind == "causal_lm":
+        return capture_language_model(
+            spec.name, spec.build, dtype=dtype, max_tokens=strategy.max_tokens,
+            max_sequences=strategy.max_sequences,
+            max_pages=max(strategy.max_context // DEFAULT_PAGE, 1), kv_dtype=strategy.kv,
+        )  # fmt: skip
+    if spec.kind != "module" or spec.example_inputs is None:
+        raise Unsupported(
+            f"models of kind {spec.kind!r} cannot be compiled yet",
+            advice="use kind='causal_lm', or kind='module' with example_inputs",
+        )
+    model = instance if instance is not None else spec.build()
+    if strategy.activations != "f32":
+        model = model.to(dtype)
+    inputs = [_to_dtype(t, dtype) for t in spec.example_inputs()]
+    dims = [_dims_of(spec, i, t) for i, t in enumerate(inputs)]
+    names = {name for symbols in dims for name in symbols if name}
+    bounds = {name: spec.size_bounds(name) for name in sorted(names)}
+    return capture_module(spec.name, model, inputs, dims, bounds)
+
+
+def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _dims_of(spec: ModelSpec, index: int, tensor: torch.Tensor) -> list[str]:
+    given = spec.dynamic[index] if index < len(spec.dynamic) else ()
+    return [given[i] if i < len(given) else "" for i in range(tensor.ndim)]
+
+
+def _attach(given: _Input, captured: Captured, strategies: Mapping[str, Strategy]) -> Module:
+    spec = given.spec
+    activations = parse_dtype(next(iter(strategies.values())).activations)
+    constants = {n: (tuple(t.shape), _dtype_of(t)) for n, t in captured.constants.items()}
+    if given.checkpoint is None:
+        assumed = activations if spec.dtype is None else parse_dtype(spec.dtype)
+        if spec.checkpoint is not None or spec.kind == "causal_lm":
+            reason = "no weights on this machine: the plan is made from the model's shapes"
+            given.report.add(Decision("weights", "checkpoint", str(assumed), reason))
+        header = header_without_weights(captured.module, assumed)
+    else:
+        tensors = given.checkpoint.tensors
+
+        def header(name: str) -> tuple[tuple[int, ...], DType] | None:
+            info = tensors.get(spec.checkpoint_name(name))
+            return (info.shape, info.dtype) if info is not None else None
+
+    def with_constants(name: str) -> tuple[tuple[int, ...], DType] | None:
+        return constants.get(name) or header(name)
+
+    return attach_checkpoint(captured.module, with_constants, spec.unpermute_heads)
+
+
+def _dtype_of(tensor: torch.Tensor) -> DType:
+    from metainfer.compiler.lowering import scalar_name
+
+    return parse_dtype(scalar_name(tensor.dtype))
+
+
+# --- passes ------------------------------------------------------------------------------------
+
+
+def _run_phase(
+    given: _Input, module: Module, strategy: Strategy
+) -> tuple[Module, tuple[Timing, ...], Report]:
+    report = Report(list(given.report.decisions))
+    target = Target(
+        given.machine, strategy, given.options, given.backends.kernels, CostModel(), report
+    )
+    bounded = _bounded(module, strategy)
+    compiled, timings = run_passes(bounded, target)
+    return compiled, timings, report
+
+
+def _bounded(module: Module, strategy: Strategy) -> Module:
+    """The module with the phase's bounds: a decode step has one token of each sequence."""
+    if strategy.phase != "decode":
+        return module
+    most = strategy.max_sequences
+    symbols = tuple(replace(s, high=most) if s.name == "T" else s for s in module.symbols)
+    return replace(module, symbols=symbols)
+
+
+def _page_size(module: Module) -> int:
+    sizes = {s.state.page_size for g in module.graphs for s in g.states}
+    return max(sizes, default=0)
+
+
+def _with_pages(module: Module, capacity: Capacity) -> Module:
+    """The module with P bounded by the pages of the longest sequence."""
+    if not capacity.page_size:
+        return module
+    most = max(-(-capacity.max_context // capacity.page_size), 1)
+    symbols = tuple(Symbol("P", 1, most) if s.name == "P" else s for s in module.symbols)
+    return replace(module, symbols=symbols)
+
+
+# --- the plan ----------------------------------------------------------------------------------
+
+
+def _plan(
+    given: _Input, captured: Captured, strategies: Mapping[str, Strategy],
+    modules: Mapping[str, Module], decisions: Mapping[str, Sequence[Decision]],
+    capacity: Capacity, timings: Mapping[str, float],
+) -> Plan:  # fmt: skip
+    files = {phase: f"stage0.{phase}.mir" for phase in modules}
+    env = {"max_context": capacity.max_context}
+    phases = {
+        phase: {
+            "file": files[phase],
+            "strategy": _plain(strategies[phase].to_dict()),
+            "decisions": [_plain(asdict(d)) for d in decisions[phase]],
+            "predicted": predict(module, given.device, given.backends, strategies[phase]),
+        }
+        for phase, module in modules.items()
+    }
+    meta = {
+        "schema": SCHEMA,
+        "version": metainfer.__version__,
+        "model": _model_meta(given, captured),
+        "machine": given.machine.to_dict(),
+        "options": _plain(given.options.to_dict()),
+        "phases": phases,
+        "capacity": _plain({**capacity.to_dict(), **env}),
+        "kernel_sources": kernel_fingerprints(modules, given.backends),
+        "timings": dict(timings),
+    }
+    texts = {files[p]: print_module(m) for p, m in modules.items()}
+    constants = {n: _numpy(t) for n, t in captured.constants.items()}
+    return Plan(json.loads(json.dumps(meta)), texts, constants)
+
+
+def _model_meta(given: _Input, captured: Captured) -> dict[str, Any]:
+    spec = given.spec
+    weights = [n for n in spec.renames]
+    return {
+        "name": spec.name,
+        "kind": spec.kind,
+        "checkpoint": _location(spec.locate_checkpoint),
+        "checkpoint_hash": given.checkpoint.content_hash() if given.checkpoint else "",
+        "tokenizer": _location(spec.locate_tokenizer),
+        "renames": {n: spec.renames[n] for n in weights},
+        "inputs": list(captured.input_names),
+        "max_positions": spec.max_positions,
+    }
+
+
+def _location(locate: Callable[[], Path]) -> str:
+    try:
+        return str(locate().resolve())
+    except CheckpointError:
+        return ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    if isinstance(_dtype_of(tensor), Scalar) and tensor.dtype == torch.bfloat16:
+        return tensor.float().numpy()
+    return tensor.detach().cpu().numpy()
+
+
+def kernel_fingerprints(modules: Mapping[str, Module], backends: Backends) -> dict[str, str]:
+    """Hash of the sources of each backend whose kernels the modules name."""
+    from metainfer.backends.sources import fingerprint
+
+    used = {
+        backends.kernels.get(c.kernel).backend
+        for module in modules.values()
+        for graph in module.graphs
+        for op in graph.ops
+        for c in op.choices
+    }
+    return {backend: fingerprint(backend) for backend in sorted(used)}

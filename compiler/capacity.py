@@ -1,0 +1,250 @@
+"""Memory of a plan, term by term: weights, activations, scratch space, tables, pages.
+
+The sum of all terms stays within the device; what weights and buffers leave becomes pages.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from metainfer.backends.kernel import Query
+from metainfer.backends.registry import Backends
+from metainfer.hardware.device import Device
+from metainfer.ir.arena import plan_arena
+from metainfer.ir.errors import CapacityError
+from metainfer.ir.flatten import FlatModule, flatten
+from metainfer.ir.graph import Module
+from metainfer.ir.ops.record import op_def
+from metainfer.ir.options import Options
+from metainfer.ir.printer import print_graph
+from metainfer.ir.types import StateType, TensorType
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the account.
+
+    Units: bytes.
+    """
+
+    name: str
+    bytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a plan holds.
+
+    Attributes:
+        terms: the account, in order; their sum is what the plan occupies.
+        device_bytes: memory of the device.
+        budget_bytes: what the plan may use of it.
+        page_size: tokens per page, 0 without paged states.
+        page_bytes: bytes of one page over all states.
+        num_pages: physical pages, the null page included.
+        max_context: longest sequence in tokens.
+        max_sequences: sequences in a step.
+        max_tokens: tokens in a step.
+        full_sequences: sequences of max_context that fit at once.
+    """
+
+    terms: tuple[Term, ...]
+    device_bytes: int
+    budget_bytes: int
+    page_size: int
+    page_bytes: int
+    num_pages: int
+    max_context: int
+    max_sequences: int
+    max_tokens: int
+    full_sequences: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all terms."""
+        return sum(t.bytes for t in self.terms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a plan."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+
+def plan_capacity(
+    modules: Mapping[str, Module], device: Device, backends: Backends, options: Options,
+    *, max_context: int,
+) -> Capacity:  # fmt: skip
+    """Account for every term and give the rest to pages.
+
+    Args:
+        modules: compiled module of each phase.
+        device: the device of every rank.
+        backends: for layouts and scratch space.
+        options: fractions and limits.
+        max_context: longest sequence that the model allows, in tokens.
+
+    Raises: CapacityError naming the bytes missing and the devices over which it would fit.
+    """
+    flats = {phase: flatten(m) for phase, m in modules.items()}
+    terms = [_weights(modules, flats, backends), *_buffers(modules, flats, device, backends)]
+    budget = int(device.usable_bytes * options.memory_fraction)
+    fixed = sum(t.bytes for t in terms)
+    if fixed > budget:
+        raise _does_not_fit(terms, fixed, budget, device)
+    first = next(iter(modules.values()))
+    page_size, page_bytes = _pages(next(iter(flats.values())))
+    if not page_size:
+        return Capacity(
+            tuple(terms), device.memory_bytes, budget, 0, 0, 0, 0, 0, options.max_tokens, 0
+        )
+    affordable = (budget - fixed) // page_bytes
+    wanted = -(-max_context // page_size)
+    least = -(-(options.max_context or 1) // page_size)
+    if affordable < least + 1:
+        missing = fixed + (least + 1) * page_bytes
+        raise _does_not_fit(terms, missing, budget, device, context=options.max_context or 1)
+    per_sequence = min(wanted, affordable - 1)
+    num_pages = min(affordable, per_sequence * options.max_sequences + 1)
+    context = min(max_context, per_sequence * page_size)
+    detail = f"{num_pages} pages of {page_size} tokens, {page_bytes / page_size:,.0f} bytes a token"
+    terms.append(Term("kv pages", num_pages * page_bytes, detail))
+    assert first is not None
+    return Capacity(
+        tuple(terms), device.memory_bytes, budget, page_size, page_bytes, num_pages, context,
+        options.max_sequences, options.max_tokens, (num_pages - 1) // per_sequence,
+    )  # fmt: skip
+
+
+def _weights(
+    modules: Mapping[str, Module], flats: Mapping[str, FlatModule], backends: Backends
+) -> Term:
+    sizes = {
+        key: size
+        for phase in modules
+        for key, size in _packed(modules[phase], flats[phase], backends)
+    }
+    total = sum(sizes.values())
+    return Term("weights", total, f"{len(sizes)} tensors, packed; both phases share equal ones")
+
+
+def _packed(
+    module: Module, flat: FlatModule, backends: Backends
+) -> Sequence[tuple[tuple[str, str], int]]:
+    """(what it is, bytes) of each resident weight; equal keys are one tensor."""
+    types = {v.name: v.tensor for item in flat.ops for v in item.op.operands if v.is_weight}
+    recipes = {g.name: weight_recipes(module, g.name) for g in module.graphs}
+    found = []
+    for name, weight in flat.weights.items():
+        if name not in types:
+            continue
+        recipe = recipes[weight.graph][weight.local]
+        key = (weight.binding.full_name(weight.local[1:]), recipe)
+        found.append((key, resident_bytes(types[name], backends)))
+    return found
+
+
+def weight_recipes(module: Module, graph: str) -> dict[str, str]:
+    """Local weight name -> how it is made, as text: equal text and binding give equal tensors."""
+    from dataclasses import replace
+
+    from metainfer.ir.naming import canonical_names
+
+    load = module.load(graph)
+    if load is None:
+        return {w.name: w.name for w in module.graph(graph).weights}
+    made = {}
+    for weight, output in zip(module.graph(graph).weights, load.outputs, strict=True):
+        needed = {output.name}
+        kept = []
+        for op in reversed(load.ops):
+            if any(v.name in needed for v in op.results):
+                needed |= {v.name for v in op.operands}
+                kept.append(op)
+        sources = tuple(w for w in load.weights if w.name in needed)
+        alone = replace(
+            load, name="load", weights=sources, ops=tuple(reversed(kept)), outputs=(output,)
+        )
+        made[weight.name] = print_graph(canonical_names(alone))
+    return made
+
+
+def resident_bytes(type_: TensorType, backends: Backends) -> int:
+    """Bytes of a weight as it lies in memory."""
+    if type_.layout:
+        return backends.layouts.get(type_.layout).num_bytes(type_)
+    return type_.bytes_at({})
+
+
+def _buffers(
+    modules: Mapping[str, Module], flats: Mapping[str, FlatModule], device: Device,
+    backends: Backends,
+) -> list[Term]:  # fmt: skip
+    sizes, scratch = {}, {}
+    for phase, module in modules.items():
+        space = workspace_bytes(module, flats[phase], device, backends)
+        arena = plan_arena(flats[phase], module.limits(), space)
+        sizes[phase] = arena.size - arena.workspace_size
+        scratch[phase] = arena.workspace_size
+    largest = max(sizes, key=lambda p: sizes[p])
+    tables = max(rope_table_bytes(flats[p], modules[p]) for p in modules)
+    terms = [
+        Term("activations", max(sizes.values()), f"largest step of {largest}, packed by lifetime"),
+        Term("scratch", max(scratch.values()), "workspace of kernels"),
+    ]
+    if tables:
+        terms.append(Term("rope tables", tables, "cosines and sines of every position"))
+    return terms
+
+
+def workspace_bytes(module: Module, flat: FlatModule, device: Device, backends: Backends) -> int:
+    """Largest scratch space that any chosen kernel asks for."""
+    limits = module.limits()
+    most = 0
+    for item in flat.ops:
+        for choice in item.op.choices:
+            kernel = backends.kernels.get(choice.kernel)
+            if kernel.workspace is not None:
+                most = max(most, kernel.workspace(Query(item.op, device, limits)))
+    return most
+
+
+def rope_table_bytes(flat: FlatModule, module: Module) -> int:
+    """Bytes of the cosine and sine tables that the CPU kernels read."""
+    high = dict(module.limits()).get("P", (0, 0))[1]
+    seen: dict[tuple[Any, ...], int] = {}
+    for item in flat.ops:
+        page = max((v.state.page_size for v in item.op.operands if v.is_state), default=0)
+        bodies = item.op.body.ops if item.op.body is not None else (item.op,)
+        for op in bodies:
+            if op.name == "rope":
+                attrs = op_def("rope").complete(op.attr)
+                width = int(attrs["width"]) or op.operands[0].tensor.shape[-1].static  # type: ignore[arg-type]
+                seen[tuple(sorted(attrs.items())), width] = 4 * width * high * max(page, 1)
+    return sum(seen.values())
+
+
+def _pages(flat: FlatModule) -> tuple[int, int]:
+    """(tokens per page, bytes of a page over all states)."""
+    states = [v.type for v in flat.states.values()]
+    paged = [s for s in states if isinstance(s, StateType) and s.kind == "pages"]
+    if not paged:
+        return 0, 0
+    page = paged[0].page_size
+    return page, sum(s.entry_bytes() for s in paged) * page
+
+
+def _does_not_fit(
+    terms: Sequence[Term], needed: int, budget: int, device: Device, context: int = 0
+) -> CapacityError:
+    lines = [f"{t.name:<12} {t.bytes / 2**30:9.2f} GiB  {t.detail}" for t in terms]
+    if context:
+        lines.append(f"{'kv pages':<12} for one sequence of {context} tokens")
+    missing = needed - budget
+    devices = -(-needed // budget)
+    return CapacityError(
+        f"the model does not fit on {device.name}: {missing:,} bytes missing "
+        f"({needed / 2**30:.2f} GiB needed, {budget / 2**30:.2f} GiB there)",
+        text="\n".join(lines),
+        advice=f"it would fit over {devices} such devices, or with narrower weights (--weights int4), "
+        "a smaller step (--max-tokens) or a shorter --max-context",
+    )

@@ -1,0 +1,214 @@
+"""A plan: the compiled module of each phase as text, with everything that led to it. Pure data.
+
+On disk a folder: ``plan.json`` (schema version, hashes, decisions), one ``stage0.<phase>.mir`` per phase,
+and ``constants.npz`` for tensors that no checkpoint holds. Reading one parses text and numbers only.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from metainfer.ir.errors import PlanError
+from metainfer.ir.graph import Module
+from metainfer.ir.parser import parse_module
+
+SCHEMA = 1
+META = "plan.json"
+CONSTANTS = "constants.npz"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A compiled model.
+
+    Attributes:
+        meta: content of plan.json, "hash" and "files" apart.
+        texts: file name -> text of a module.
+        constants: tensors that no checkpoint holds, by full weight name.
+    """
+
+    meta: Mapping[str, Any]
+    texts: Mapping[str, str]
+    constants: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Phases in the order in which a model goes through them."""
+        return tuple(self.meta["phases"])
+
+    def module(self, phase: str) -> Module:
+        """The compiled module of a phase.
+
+        Raises: PlanError if the plan has no such phase.
+        """
+        if phase not in self.meta["phases"]:
+            raise PlanError(
+                f"the plan has no phase {phase!r}", advice=f"it has: {', '.join(self.phases)}"
+            )
+        return self._modules[phase]
+
+    @cached_property
+    def _modules(self) -> dict[str, Module]:
+        files = {phase: entry["file"] for phase, entry in self.meta["phases"].items()}
+        return {phase: parse_module(self.texts[f], origin=f) for phase, f in files.items()}
+
+    @cached_property
+    def hash(self) -> str:
+        """Fingerprint of everything in the plan, 16 hex digits."""
+        return _plan_hash(self.meta, _file_hashes(self._files()))[:16]
+
+    def _files(self) -> dict[str, bytes]:
+        files = {name: text.encode() for name, text in self.texts.items()}
+        if self.constants:
+            files[CONSTANTS] = _npz(self.constants)
+        return files
+
+    def save(self, path: Path, *, overwrite: bool = False) -> None:
+        """Write the folder: complete or not at all.
+
+        Raises: PlanError if something else is in the way, or the disk refuses.
+        """
+        if path.exists() and not (overwrite and _is_plan(path)):
+            raise PlanError(
+                f"{path} exists already", advice="give another --out, or --force to replace a plan"
+            )
+        files = self._files()
+        hashes = _file_hashes(files)
+        meta = {**self.meta, "files": hashes, "hash": _plan_hash(self.meta, hashes)}
+        files[META] = (json.dumps(meta, indent=1, sort_keys=True) + "\n").encode()
+        try:
+            _write_folder(path, files)
+        except OSError as error:
+            raise PlanError(
+                f"the plan could not be written to {path}: {error.strerror or error}",
+                advice="nothing was left there; free space or choose another --out",
+            ) from error
+
+    @staticmethod
+    def read(path: Path) -> "Plan":
+        """Read a folder, checking schema and hashes. No code from it is run.
+
+        Raises: PlanError naming the file and the difference.
+        """
+        meta = _read_meta(path)
+        hashes = meta.pop("files", {})
+        claimed = meta.pop("hash", "")
+        files: dict[str, bytes] = {}
+        for name, wanted in hashes.items():
+            files[name] = _read_checked(path, name, wanted)
+        if _plan_hash(meta, hashes) != claimed:
+            raise PlanError(
+                f"{path / META} was changed after the plan was made",
+                advice="compile again; decisions are changed with --pin and --forbid, not by hand",
+            )
+        constants = _read_npz(files.pop(CONSTANTS)) if CONSTANTS in files else {}
+        texts = {name: data.decode() for name, data in files.items()}
+        missing = [e["file"] for e in meta["phases"].values() if e["file"] not in texts]
+        if missing:
+            raise PlanError(f"the plan at {path} lacks {missing[0]}", advice="compile again")
+        return Plan(meta, texts, constants)
+
+
+def _is_plan(path: Path) -> bool:
+    return (path / META).is_file()
+
+
+def _plan_hash(meta: Mapping[str, Any], hashes: Mapping[str, str]) -> str:
+    # NOTE: timings of the compilation differ from run to run; equal inputs must give equal hashes.
+    kept = {k: v for k, v in meta.items() if k not in ("timings", "created")}
+    text = json.dumps([kept, dict(hashes)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _file_hashes(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+
+def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
+    # np.savez stamps the time into the archive; equal plans must be equal bytes.
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in sorted(arrays):
+            entry = io.BytesIO()
+            np.save(entry, arrays[name], allow_pickle=False)
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), entry.getvalue())
+    return buffer.getvalue()
+
+
+def _read_npz(data: bytes) -> dict[str, np.ndarray]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def _write_folder(path: Path, files: Mapping[str, bytes]) -> None:
+    """Write to a temporary neighbour, then rename into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        for name, data in files.items():
+            with open(temporary / name, "wb") as out:
+                out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+        os.chmod(temporary, 0o755)
+        if path.exists():
+            retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+            os.rename(path, retired / path.name)
+            os.rename(temporary, path)
+            shutil.rmtree(retired)
+        else:
+            os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    file = path / META
+    if not file.is_file():
+        raise PlanError(
+            f"no plan at {path}: {META} is missing",
+            advice="metainfer compile MODEL --hw HW --out PATH",
+        )
+    try:
+        meta = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise PlanError(f"{file} cannot be read: {error}", advice="compile again") from error
+    if not isinstance(meta, dict) or "schema" not in meta:
+        raise PlanError(f"{file} is no plan: it states no schema", advice="compile again")
+    if meta["schema"] != SCHEMA:
+        raise PlanError(
+            f"{file} has schema {meta['schema']}, this version reads {SCHEMA}",
+            advice=f"it was written by metainfer {meta.get('version', '?')}: compile again with this one",
+        )
+    return cast(dict[str, Any], meta)
+
+
+def _read_checked(path: Path, name: str, wanted: str) -> bytes:
+    if Path(name).name != name:
+        raise PlanError(f"the plan at {path} names a file outside itself: {name!r}")
+    try:
+        data = (path / name).read_bytes()
+    except OSError as error:
+        raise PlanError(
+            f"{path / name} cannot be read: {error.strerror}", advice="compile again"
+        ) from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != wanted:
+        raise PlanError(
+            f"{path / name} was changed after the plan was made",
+            text=f"sha256 {found[:16]}..., the plan says {wanted[:16]}...",
+            advice="compile again; decisions are changed with --pin and --forbid, not by hand",
+        )
+    return data
+
