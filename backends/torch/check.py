@@ -1,0 +1,104 @@
+"""One op run by a kernel and by its reference, on numpy data: what kernels are checked with."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from metainfer.backends.kernel import Kernel
+from metainfer.backends.layout import LayoutRegistry
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.tensors import plain_weight, to_numpy, to_torch, torch_dtype
+from metainfer.ir.dtypes import BlockArray, Scalar
+from metainfer.ir.errors import PlanError
+from metainfer.ir.graph import Graph, Op, Value
+from metainfer.ir.interpret import Data, concrete_attr, interpret_graph
+from metainfer.ir.ops.record import op_def
+from metainfer.ir.types import StateType
+
+Env = Mapping[str, int]
+
+
+def run_reference(op: Op, data: Sequence[Data], env: Env | None = None) -> tuple[Data, ...]:
+    """Results of an op by the interpreter, states last and whole."""
+    operands = {v.name: v for v in op.operands}
+    tensors = tuple(v for v in operands.values() if not v.is_state)
+    states = tuple(v for v in operands.values() if v.is_state)
+    outputs = tuple(v for v in op.results if not v.is_state)
+    made = tuple(v for v in op.results if v.is_state)
+    graph = Graph("check", tensors, (), states, (op,), outputs, made or states)
+    named = dict(zip((v.name for v in op.operands), data, strict=True))
+    return interpret_graph(graph, named, env=env)
+
+
+def run_kernel(
+    kernel: Kernel,
+    op: Op,
+    data: Sequence[Data],
+    layouts: LayoutRegistry,
+    *,
+    env: Env | None = None,
+    device: str = "cpu",
+) -> tuple[Data, ...]:
+    """Results of an op by a torch kernel through its packings, states last and whole.
+
+    Raises: PlanError if the kernel is bound by another backend.
+    """
+    run = getattr(kernel.binder, "run", None)
+    if run is None:
+        raise PlanError(f"{kernel.name} is no kernel of the torch executor")
+    call = make_call(op, data, layouts, kernel.layouts, env or {}, device)
+    run(call)
+    results = [v for v in op.results if not v.is_state]
+    tensors = [_as_array(t, v) for t, v in zip(call.outputs, results, strict=True)]
+    states = [
+        {name: _as_array(t, v, name) for name, t in held.items()}
+        for held, v in zip(call.inputs, op.operands, strict=True)
+        if v.is_state
+    ]
+    return (*tensors, *states)
+
+
+def make_call(
+    op: Op,
+    data: Sequence[Data],
+    layouts: LayoutRegistry,
+    packings: Mapping[int, str],
+    env: Env,
+    device: str = "cpu",
+) -> TorchCall:
+    """The call that the executor would make: operands packed and moved, outputs allocated.
+
+    Outputs are filled with NaN (integers with their lowest value), so that what a kernel leaves out
+    shows.
+    """
+    inputs = tuple(_placed(d, layouts, packings.get(i, ""), device) for i, d in enumerate(data))
+    outputs = tuple(_output(v, env, device) for v in op.results if not v.is_state)
+    attrs = op.attr if op.name == "fused" else op_def(op.name).complete(op.attr)
+    return TorchCall(op, inputs, outputs, {k: concrete_attr(v, env) for k, v in attrs.items()})
+
+
+def _placed(data: Data, layouts: LayoutRegistry, layout: str, device: str) -> Any:
+    if isinstance(data, np.ndarray | BlockArray):
+        packed = layouts.get(layout).pack(data) if layout else plain_weight(data)
+        return packed.to(device) if hasattr(packed, "to") and device != "cpu" else packed
+    # States are written in place: the caller keeps its arrays.
+    return {name: to_torch(array.copy()).to(device) for name, array in data.items()}
+
+
+def _output(value: Value, env: Env, device: str) -> torch.Tensor:
+    type_ = value.tensor
+    out = torch.empty(type_.concrete(env), dtype=torch_dtype(type_.dtype), device=device)
+    if out.dtype is torch.bool:
+        return out
+    if not out.dtype.is_floating_point:
+        return out.fill_(torch.iinfo(out.dtype).min)
+    return out.copy_(torch.tensor(float("nan")))
+
+
+def _as_array(tensor: torch.Tensor, value: Value, field: str = "") -> np.ndarray[Any, Any]:
+    type_ = value.type.field_type(field) if isinstance(value.type, StateType) else value.tensor
+    if not isinstance(type_.dtype, Scalar):
+        raise PlanError(f"{value.name} is {type_}: a kernel makes plain numbers")
+    return to_numpy(tensor, type_.dtype)

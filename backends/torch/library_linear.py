@@ -1,0 +1,130 @@
+"""Linears as library products, alone or with what follows them.
+
+Shape letters: M rows of all leading dims, K and N widths.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.layouts import Int4Groups, RowScaled
+
+Run = Callable[[TorchCall], None]
+aten: Any = torch.ops.aten
+mkldnn: Any = torch.ops.mkldnn
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _finish(call: TorchCall, y: torch.Tensor) -> None:
+    """Store a product [M, N'] with the bias of operand 2, pads cut off."""
+    out = call.outputs[0]
+    y = y[:, : out.shape[-1]]
+    out.copy_((y + call.inputs[2] if len(call.inputs) > 2 else y).view(out.shape))
+
+
+def linear(call: TorchCall) -> None:
+    """``x w^T`` plus bias by one product of equal element types.
+
+    Shapes: x [..., K], weight [N, K], bias [N] -> [..., N].
+    """
+    x, weight, *bias = call.inputs
+    out = call.outputs[0].view(-1, weight.shape[0])
+    if bias:
+        torch.addmm(bias[0], _matrix(x), weight.t(), out=out)
+    else:
+        torch.mm(_matrix(x), weight.t(), out=out)
+
+
+def linear_add(call: TorchCall) -> None:
+    """A linear and the add that follows it, as the product's starting value."""
+    x, weight = call.inputs[:2]
+    other = call.inputs[2].expand(call.outputs[0].shape).reshape(-1, weight.shape[0])
+    out = call.outputs[0].view(-1, weight.shape[0])
+    torch.addmm(other, _matrix(x), weight.t(), out=out)
+
+
+def linear_activation(use_gelu: bool) -> Run:
+    """A linear with bias and its ReLU or GELU, as the product's epilogue."""
+
+    def run(call: TorchCall) -> None:
+        x, weight, bias = call.inputs
+        out = call.outputs[0].view(-1, weight.shape[0])
+        aten._addmm_activation.out(bias, _matrix(x), weight.t(), use_gelu=use_gelu, out=out)
+
+    return run
+
+
+def linear_mkldnn(attr: str = "none", algorithm: str = "none") -> Run:
+    """A linear by a weight that mkldnn packed, with an activation of its own."""
+
+    def run(call: TorchCall) -> None:
+        x, weight, *bias = call.inputs
+        made = mkldnn._linear_pointwise(
+            _matrix(x), weight, bias[0] if bias else None, attr, [], algorithm
+        )
+        call.outputs[0].copy_(made.view(call.outputs[0].shape))
+
+    return run
+
+
+def linear_add_mkldnn(call: TorchCall) -> None:
+    """A linear by a weight that mkldnn packed, and the add that follows it."""
+    x, weight, other = call.inputs
+    residual = other.expand(call.outputs[0].shape).reshape(-1, call.outputs[0].shape[-1])
+    made = mkldnn._linear_pointwise.binary(_matrix(x), residual, weight, None, "add")
+    call.outputs[0].copy_(made.view(call.outputs[0].shape))
+
+
+def _padded_rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    rows = _matrix(x)
+    extra = width - rows.shape[1]
+    return functional.pad(rows, (0, extra)) if extra else rows.contiguous()
+
+
+def linear_int8(call: TorchCall) -> None:
+    """A linear by 8-bit codes with a scale per row, activations as they are."""
+    weight: RowScaled = call.inputs[1]
+    rows = _padded_rows(call.inputs[0], weight.codes.shape[1])
+    _finish(call, aten._weight_int8pack_mm(rows, weight.codes, weight.scales))
+
+
+def linear_int4(call: TorchCall) -> None:
+    """A linear by 4-bit codes in groups, activations as they are."""
+    weight: Int4Groups = call.inputs[1]
+    width = weight.scale_zeros.shape[0] * weight.group
+    rows = _padded_rows(call.inputs[0], width)
+    _finish(
+        call,
+        aten._weight_int4pack_mm_for_cpu(rows, weight.packed, weight.group, weight.scale_zeros),
+    )
+
+
+# Largest e4m3 number.
+_FP8_TOP = 448.0
+
+
+def linear_fp8(call: TorchCall) -> None:
+    """A linear of e4m3 codes by e4m3 codes, a scale per row on both sides.
+
+    Activations are rounded here: each row's largest magnitude becomes the largest code.
+    """
+    weight: RowScaled = call.inputs[1]
+    rows = _padded_rows(call.inputs[0], weight.codes.shape[1]).float()
+    top = rows.abs().amax(dim=-1, keepdim=True)
+    # A row of zeros keeps scale 1: it must not divide by zero.
+    scales = torch.where(top > 0, top / _FP8_TOP, 1.0)
+    codes = (rows / scales).to(torch.float8_e4m3fn)
+    made = torch._scaled_mm(
+        codes,
+        weight.codes.t(),
+        scale_a=scales,
+        scale_b=weight.scales[None, :],
+        out_dtype=torch.bfloat16,
+    )
+    _finish(call, made)

@@ -1,0 +1,131 @@
+"""Records of the ops that are single library calls, once for CPUs and once for GPUs."""
+
+from dataclasses import dataclass
+
+from metainfer.backends.kernel import (
+    Constraint,
+    Efficiency,
+    Kernel,
+    Registry,
+    attr_is,
+    device_kind,
+    dtype,
+    operand_count,
+)
+from metainfer.backends.torch.call import TorchBinder
+from metainfer.backends.torch.constraints import all_dtypes, result_dtype, same_dtype
+from metainfer.backends.torch.library import FLOATS, IOTA, NORMS, SINGLE, WHERE
+from metainfer.backends.torch.plain import PLAIN
+from metainfer.ir.ops.record import OPS, REDUCTION
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """What differs between the records of CPUs and GPUs for the same library calls.
+
+    Attributes:
+        backend: prefix of the names.
+        device: kind of device.
+        elementwise: efficiency of one pass over the numbers.
+        reduction: efficiency of reductions and norms.
+        matmul: efficiency of batched products.
+        norm_launches: calls that a norm falls into.
+        norm_traffic: bytes of its intermediate results, as a fraction.
+    """
+
+    backend: str
+    device: str
+    elementwise: Efficiency
+    reduction: Efficiency
+    matmul: Efficiency
+    rms_norm_launches: int
+    rms_norm_traffic: float
+
+
+CPU = Flavour(
+    "torch",
+    "cpu",
+    Efficiency(0.8, 0.3, source="assumed"),
+    Efficiency(0.6, 0.3, source="assumed"),
+    Efficiency(0.8, 0.7, source="assumed"),
+    rms_norm_launches=7,
+    rms_norm_traffic=4.0,
+)
+GPU = Flavour(
+    "cuda",
+    "gpu",
+    Efficiency(0.85, 0.5, source="assumed"),
+    Efficiency(0.7, 0.3, source="assumed"),
+    Efficiency(0.5, 0.9, source="assumed"),
+    rms_norm_launches=2,
+    rms_norm_traffic=1.0,
+)
+
+
+def register_common(kernels: Registry, flavour: Flavour) -> None:
+    """Register the single library calls of one kind of device."""
+    adder = _Adder(kernels, flavour)
+    for name, (run, dtypes) in SINGLE.items():
+        efficiency = flavour.reduction if OPS[name].has(REDUCTION) else flavour.elementwise
+        if name == "matmul":
+            efficiency = flavour.matmul
+        adder.add(name, TorchBinder(run), (all_dtypes(*dtypes),), efficiency)
+    adder.add("where", TorchBinder(WHERE), (dtype(1, *SINGLE["eq"][1]), same_dtype(1, 2)))
+    adder.add("iota", TorchBinder(IOTA), (attr_is("dtype", "i64", "i32", "f32"),))
+    index = dtype(1, "i32", "i64")
+    adder.add("gather", TorchBinder(PLAIN["gather"]), (dtype(0, *SINGLE["eq"][1]), index))
+    table = (dtype(0, "i32", "i64"), dtype(1, *FLOATS), result_dtype(1))
+    adder.add("embedding", TorchBinder(PLAIN["embedding"]), table)
+    adder.add("full", TorchBinder(PLAIN["full"]), ())
+    adder.add("kv_write", TorchBinder(PLAIN["kv_write"]), (), launches=3)
+    _norms(adder)
+
+
+def _norms(adder: "_Adder") -> None:
+    flavour, floats = adder.flavour, dtype(0, *FLOATS)
+    adder.add(
+        "rms_norm",
+        TorchBinder(NORMS["rms_norm"]),
+        (floats, same_dtype(0, 1)),
+        flavour.reduction,
+        launches=flavour.rms_norm_launches,
+        traffic=flavour.rms_norm_traffic,
+    )
+    adder.add(
+        "layer_norm",
+        TorchBinder(NORMS["layer_norm"]),
+        (floats, same_dtype(0, 1, 2), operand_count(1, 2, 3)),
+        flavour.reduction,
+        launches=2,
+        traffic=1.0,
+    )
+
+
+@dataclass(frozen=True)
+class _Adder:
+    """Adds records of one flavour."""
+
+    kernels: Registry
+    flavour: Flavour
+
+    def add(
+        self,
+        name: str,
+        binder: TorchBinder,
+        requires: tuple[Constraint, ...],
+        efficiency: Efficiency | None = None,
+        launches: int = 1,
+        traffic: float = 0.0,
+    ) -> None:
+        self.kernels.add(
+            Kernel(
+                f"{self.flavour.backend}.{name}",
+                name,
+                self.flavour.backend,
+                requires=(device_kind(self.flavour.device), *requires),
+                efficiency=efficiency or self.flavour.elementwise,
+                launches=launches,
+                extra_bytes=traffic,
+                binder=binder,
+            )
+        )

@@ -1,0 +1,240 @@
+"""Records of the library products and attentions for CPUs."""
+
+from metainfer.backends.kernel import (
+    Constraint,
+    Efficiency,
+    Kernel,
+    Registry,
+    attr_is,
+    device_kind,
+    dtype,
+    multiple_of,
+    operand_count,
+    weight_operand,
+)
+from metainfer.backends.torch import library_attention, library_linear
+from metainfer.backends.torch.call import TorchBinder
+from metainfer.backends.torch.constraints import (
+    all_dtypes,
+    any_feature,
+    body_attr,
+    body_is,
+    body_operands,
+    format_is,
+    group_divides,
+    is_row_format,
+    narrower,
+    pad_repair,
+    same_dtype,
+    state_like,
+)
+from metainfer.backends.torch.layouts import INT4_N, INT8_K, is_int4_group
+
+# Rounding of bf16: what a kernel adds that rounds weights or probabilities to it once more.
+BF16_STEP = 2.0**-8
+CPU = device_kind("cpu")
+BF16 = any_feature("avx512_bf16", "amx_bf16")
+WEIGHT = weight_operand(1)
+
+SGEMM = Efficiency(0.8, 0.9, "f32", "environment.md 4: 89 GFLOP/s a thread at M=512")
+MKLDNN = Efficiency(0.8, 0.9, "bf16", "environment.md 4: 223 GFLOP/s a thread at M=512")
+INT8 = Efficiency(0.8, 0.75, "f32", "environment.md 4: 68 GFLOP/s a thread, f32 products 89")
+INT4 = Efficiency(0.5, 0.95, "f32", "environment.md 4: 87 GFLOP/s a thread, 10-12 GB/s")
+ATTENTION = Efficiency(0.5, 0.4, source="assumed")
+
+
+def register_cpu(kernels: Registry) -> None:
+    """Register what CPU libraries offer for linears and attention."""
+    for kernel in (*_dense_linears(), *_mkldnn(), *_quantized(), *_attention()):
+        kernels.add(kernel)
+
+
+def _dense_linears() -> tuple[Kernel, ...]:
+    plain = TorchBinder(library_linear.linear)
+    return (
+        Kernel(
+            "torch.linear_f32",
+            "linear",
+            "torch",
+            requires=(CPU, dtype(0, "f32"), dtype(1, "f32"), dtype(2, "f32")),
+            efficiency=SGEMM,
+            binder=plain,
+        ),
+        Kernel(
+            "torch.linear_dequantized_f32",
+            "linear",
+            "torch",
+            requires=(CPU, dtype(0, "f32"), narrower(1), WEIGHT, dtype(2, "f32")),
+            layouts={1: "torch.dense_f32"},
+            efficiency=SGEMM,
+            binder=plain,
+        ),
+        Kernel(
+            "torch.linear_add_f32",
+            "linear_add",
+            "torch",
+            requires=(
+                CPU,
+                all_dtypes("f32"),
+                operand_count(3),
+                body_is("linear", "add"),
+                body_operands(0, 2),
+            ),
+            efficiency=SGEMM,
+            binder=TorchBinder(library_linear.linear_add),
+        ),
+        *(_activation(name) for name in ("relu", "gelu")),
+    )
+
+
+def _activation(name: str) -> Kernel:
+    exact: tuple[Constraint, ...] = (body_attr(1, "approximate", "none"),) if name == "gelu" else ()
+    return Kernel(
+        f"torch.linear_{name}_f32",
+        f"linear_{name}",
+        "torch",
+        requires=(CPU, all_dtypes("f32"), operand_count(3), body_is("linear", name), *exact),
+        efficiency=SGEMM,
+        # On a CPU the epilogue is a second pass over the result, in place.
+        launches=2,
+        extra_bytes=0.1,
+        binder=TorchBinder(library_linear.linear_activation(name == "gelu")),
+    )
+
+
+def _mkldnn() -> tuple[Kernel, ...]:
+    def kernel(
+        name: str, op: str, run: TorchBinder, *extra: Constraint, error: float = 0.0
+    ) -> Kernel:
+        return Kernel(
+            f"torch.{name}",
+            op,
+            "torch",
+            requires=(CPU, BF16, dtype(0, "bf16"), WEIGHT, *extra),
+            layouts={1: "torch.mkldnn_bf16"},
+            efficiency=MKLDNN,
+            launches=2,
+            error=error,
+            binder=run,
+        )
+
+    plain = TorchBinder(library_linear.linear_mkldnn())
+    fused = {
+        "relu": ("relu", "none", ()),
+        "gelu": ("gelu", "none", (body_attr(1, "approximate", "none"),)),
+        "silu": ("swish", "none", ()),
+    }
+    return (
+        kernel("linear_bf16", "linear", plain, dtype(1, "bf16"), same_dtype(0, 2)),
+        kernel(
+            "linear_dequantized_bf16",
+            "linear",
+            plain,
+            format_is(1, "a block format or f32", lambda d: str(d) not in ("bf16", "f64")),
+            same_dtype(0, 2),
+            error=BF16_STEP,
+        ),
+        kernel(
+            "linear_add_bf16",
+            "linear_add",
+            TorchBinder(library_linear.linear_add_mkldnn),
+            all_dtypes("bf16"),
+            operand_count(3),
+            body_is("linear", "add"),
+            body_operands(0, 2),
+        ),
+        *(
+            kernel(
+                f"linear_{name}_bf16",
+                f"linear_{name}",
+                TorchBinder(library_linear.linear_mkldnn(attr, algorithm)),
+                all_dtypes("bf16"),
+                body_is("linear", name),
+                *extra,
+            )
+            for name, (attr, algorithm, extra) in fused.items()
+        ),
+    )
+
+
+def _quantized() -> tuple[Kernel, ...]:
+    inner = multiple_of(1, 1, INT8_K, "K")
+    outer = multiple_of(1, 0, INT4_N, "N")
+    group = group_divides(1, 1, "K")
+    return (
+        Kernel(
+            "torch.linear_int8",
+            "linear",
+            "torch",
+            requires=(
+                CPU,
+                dtype(0, "bf16"),
+                format_is(1, "i8/row", is_row_format("i8")),
+                WEIGHT,
+                same_dtype(0, 2),
+                inner,
+            ),
+            repairs=(pad_repair(inner, "K", (1, 1), INT8_K),),
+            layouts={1: "torch.int8pack"},
+            efficiency=INT8,
+            launches=2,
+            # Sums and scales are rounded to bf16 before they meet.
+            error=BF16_STEP,
+            binder=TorchBinder(library_linear.linear_int8),
+        ),
+        Kernel(
+            "torch.linear_int4",
+            "linear",
+            "torch",
+            requires=(
+                CPU,
+                dtype(0, "bf16"),
+                format_is(1, "i4 or u4+offset in groups of 32, 64, 128 or 256", is_int4_group),
+                WEIGHT,
+                same_dtype(0, 2),
+                outer,
+                group,
+            ),
+            repairs=(
+                pad_repair(outer, "N", (1, 0), INT4_N),
+                pad_repair(group, "K", (1, 1)),
+            ),
+            layouts={1: "torch.int4pack"},
+            efficiency=INT4,
+            launches=2,
+            # Each weight is rounded to bf16 as it is widened.
+            error=BF16_STEP,
+            binder=TorchBinder(library_linear.linear_int4),
+        ),
+    )
+
+
+def _attention() -> tuple[Kernel, ...]:
+    dense = TorchBinder(library_attention.sdpa)
+    paged = TorchBinder(library_attention.attention_sdpa)
+    no_cap = attr_is("softcap", 0.0)
+
+    def pair(name: str, op: str, binder: TorchBinder, *extra: Constraint) -> tuple[Kernel, ...]:
+        made = []
+        for suffix, types, error in (("", ("f32",), 0.0), ("_bf16", ("bf16", "f16"), BF16_STEP)):
+            made.append(
+                Kernel(
+                    f"torch.{name}{suffix}",
+                    op,
+                    "torch",
+                    requires=(CPU, dtype(0, *types), *extra),
+                    efficiency=ATTENTION,
+                    # For each sequence: two gathers, the mask, the product, the copy.
+                    launches=8 if op == "attention" else 2,
+                    # Probabilities are rounded to the type of the values.
+                    error=error,
+                    extra_bytes=2.0 if op == "attention" else 0.5,
+                    binder=binder,
+                )
+            )
+        return tuple(made)
+
+    return (
+        *pair("sdpa", "sdpa", dense, operand_count(3), same_dtype(0, 1, 2)),
+        *pair("attention_sdpa", "attention", paged, no_cap, state_like(1, 0)),
+    )

@@ -1,0 +1,190 @@
+"""Records of the library products and attentions for CUDA devices.
+
+A plan may be made for them on any machine; they run only where torch has CUDA.
+"""
+
+from metainfer.backends.kernel import (
+    Constraint,
+    Efficiency,
+    Kernel,
+    Registry,
+    attr_is,
+    device_kind,
+    dtype,
+    feature,
+    multiple_of,
+    operand_count,
+    weight_operand,
+)
+from metainfer.backends.torch import library_attention, library_linear
+from metainfer.backends.torch.call import TorchBinder
+from metainfer.backends.torch.constraints import (
+    all_dtypes,
+    block_format,
+    body_attr,
+    body_is,
+    body_operands,
+    causal_is_square,
+    equal_widths,
+    format_is,
+    head_width,
+    is_row_format,
+    pad_repair,
+    rank_is,
+    same_dtype,
+    state_like,
+)
+from metainfer.backends.torch.layouts import FP8_MULTIPLE
+
+BF16_STEP = 2.0**-8
+F8_STEP = 2.0**-4
+GPU, CUDA = device_kind("gpu"), feature("cuda")
+WEIGHT = weight_operand(1)
+
+# Sustained rates of device files are what cuBLAS reaches at large M; at small M it leaves half
+# the bandwidth.
+CUBLAS = {
+    name: Efficiency(0.5, 1.0, name, "bars.md: 2.15 of 4.28 TB/s at M=1, 700 TFLOP/s at M=4096")
+    for name in ("bf16", "f16")
+} | {"f32": Efficiency(0.5, 0.9, "f32", "assumed as bf16")}
+FP8 = Efficiency(0.37, 1.0, "f8e4m3", "bars.md: 29.4 MB in 18.5 us at M=1, 1,310 TFLOP/s at M=4096")
+FLASH = Efficiency(0.6, 0.7, source="assumed: flash attention")
+
+
+def register_cuda(kernels: Registry) -> None:
+    """Register what CUDA libraries offer through torch for linears and attention."""
+    for name in ("bf16", "f16", "f32"):
+        for kernel in _linears(name):
+            kernels.add(kernel)
+    for kernel in (_fp8(), *_attention()):
+        kernels.add(kernel)
+
+
+def _linears(name: str) -> tuple[Kernel, ...]:
+    plain, efficiency = TorchBinder(library_linear.linear), CUBLAS[name]
+    here: tuple[Constraint, ...] = (GPU, CUDA)
+    if name != "f32":
+        here = (*here, feature(f"{name}_mma"))
+
+    def kernel(
+        kind: str, run: TorchBinder, *extra: Constraint, layout: str = "", error: float = 0.0
+    ) -> Kernel:
+        return Kernel(
+            f"cuda.{kind}_{name}",
+            "linear" if kind.startswith("linear_dequantized") else kind,
+            "cuda",
+            requires=(*here, *extra),
+            layouts={1: layout} if layout else {},
+            efficiency=efficiency,
+            error=error,
+            binder=run,
+        )
+
+    epilogue = (all_dtypes(name), operand_count(3))
+    return (
+        kernel("linear", plain, all_dtypes(name)),
+        kernel(
+            "linear_dequantized",
+            plain,
+            dtype(0, name),
+            block_format(1),
+            WEIGHT,
+            same_dtype(0, 2),
+            layout=f"torch.dense_{name}",
+            error=0.0 if name == "f32" else BF16_STEP,
+        ),
+        kernel(
+            "linear_add",
+            TorchBinder(library_linear.linear_add),
+            *epilogue,
+            body_is("linear", "add"),
+            body_operands(0, 2),
+        ),
+        kernel(
+            "linear_relu",
+            TorchBinder(library_linear.linear_activation(False)),
+            *epilogue,
+            body_is("linear", "relu"),
+        ),
+        kernel(
+            "linear_gelu",
+            TorchBinder(library_linear.linear_activation(True)),
+            *epilogue,
+            body_is("linear", "gelu"),
+            body_attr(1, "approximate", "tanh"),
+        ),
+    )
+
+
+def _fp8() -> Kernel:
+    outer = multiple_of(1, 0, FP8_MULTIPLE, "N")
+    inner = multiple_of(1, 1, FP8_MULTIPLE, "K")
+    return Kernel(
+        "cuda.linear_fp8",
+        "linear",
+        "cuda",
+        requires=(
+            GPU,
+            CUDA,
+            feature("fp8_mma"),
+            dtype(0, "bf16"),
+            format_is(1, "f8e4m3/row", is_row_format("f8e4m3")),
+            WEIGHT,
+            same_dtype(0, 2),
+            outer,
+            inner,
+        ),
+        repairs=(
+            pad_repair(outer, "N", (1, 0), FP8_MULTIPLE),
+            pad_repair(inner, "K", (1, 1), FP8_MULTIPLE),
+        ),
+        layouts={1: "cuda.fp8_cols"},
+        efficiency=FP8,
+        # Rounding the activations takes all but one of them.
+        launches=10,
+        error=F8_STEP,
+        binder=TorchBinder(library_linear.linear_fp8),
+    )
+
+
+def _attention() -> tuple[Kernel, ...]:
+    return (
+        Kernel(
+            "cuda.sdpa_flash",
+            "sdpa",
+            "cuda",
+            requires=(
+                GPU,
+                CUDA,
+                dtype(0, "bf16", "f16"),
+                same_dtype(0, 1, 2),
+                operand_count(3),
+                rank_is(0, 4),
+                causal_is_square(),
+                equal_widths(256, 8),
+            ),
+            efficiency=FLASH,
+            launches=2,
+            error=BF16_STEP,
+            binder=TorchBinder(library_attention.sdpa),
+        ),
+        Kernel(
+            "cuda.attention_paged",
+            "attention",
+            "cuda",
+            requires=(
+                GPU,
+                CUDA,
+                dtype(0, "bf16", "f16"),
+                state_like(1, 0),
+                head_width(1, 256, 8),
+                attr_is("softcap", 0.0),
+            ),
+            efficiency=FLASH,
+            launches=12,
+            error=BF16_STEP,
+            # Pages are gathered: written once and read once more.
+            extra_bytes=2.0,
+            binder=TorchBinder(library_attention.attention_flash),
+        ),
+    )

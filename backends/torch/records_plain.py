@@ -1,0 +1,111 @@
+"""Records of the plain compositions: one for every op, without requirements, generic."""
+
+from dataclasses import dataclass
+
+from metainfer.backends.kernel import Constraint, Efficiency, Kernel, Registry, dtype
+from metainfer.backends.torch.call import TorchBinder
+from metainfer.backends.torch.plain import PLAIN
+from metainfer.backends.torch.plain_elementwise import UNARY
+
+SLOW = Efficiency(memory=0.5, compute=0.3, source="assumed: a composition of library calls")
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What a composition costs beyond the op itself.
+
+    Attributes:
+        launches: library calls on operands narrower than f32, the widenings among them.
+        traffic: bytes of intermediate results, as a fraction of the op's own.
+        f32_launches: calls where nothing needs widening; 0 if that makes no difference.
+        f32_traffic: traffic in that case.
+    """
+
+    launches: int
+    traffic: float
+    f32_launches: int = 0
+    f32_traffic: float = 0.0
+
+
+# An attention makes its launches for each sequence; the figure is that of one.
+UNARY_COST = Composition(3, 4.0)
+BINARY_COST = Composition(4, 4.0)
+COMPOSITIONS: dict[str, Composition] = {
+    "where": Composition(2, 2.0),
+    "cast": Composition(1, 0.0),
+    "gelu": UNARY_COST,
+    "div": Composition(4, 4.0),
+    "floor_div": Composition(7, 6.0),
+    "remainder": Composition(7, 6.0),
+    "silu_mul": Composition(5, 6.0, f32_launches=3, f32_traffic=2.0),
+    "gelu_mul": Composition(5, 6.0, f32_launches=3, f32_traffic=2.0),
+    "silu_mul_halves": Composition(5, 6.0, f32_launches=3, f32_traffic=2.0),
+    "reshape": Composition(1, 1.0),
+    "transpose": Composition(1, 1.0),
+    "broadcast": Composition(1, 1.0),
+    "slice": Composition(1, 1.0),
+    "concat": Composition(1, 0.0),
+    "pad": Composition(2, 1.0),
+    "gather": Composition(1, 0.0),
+    "embedding": Composition(8, 6.0),
+    "full": Composition(1, 0.0),
+    "iota": Composition(4, 6.0),
+    "constant": Composition(1, 0.0),
+    "sum": Composition(3, 2.0),
+    "mean": Composition(3, 2.0),
+    "max": Composition(3, 2.0),
+    "min": Composition(3, 2.0),
+    "argmax": Composition(3, 2.0),
+    "softmax": Composition(6, 6.0, f32_launches=5, f32_traffic=3.0),
+    "cumsum": Composition(3, 4.0),
+    "topk": Composition(7, 12.0, f32_launches=6, f32_traffic=8.0),
+    "rms_norm": Composition(10, 10.0, f32_launches=8, f32_traffic=5.0),
+    "layer_norm": Composition(14, 14.0, f32_launches=11, f32_traffic=8.0),
+    "linear": Composition(9, 6.0, f32_launches=3, f32_traffic=1.0),
+    "matmul": Composition(4, 4.0, f32_launches=2, f32_traffic=1.0),
+    "conv2d": Composition(5, 4.0, f32_launches=2, f32_traffic=1.0),
+    "rope": Composition(18, 14.0, f32_launches=16, f32_traffic=8.0),
+    "sdpa": Composition(15, 8.0, f32_launches=12, f32_traffic=6.0),
+    "kv_write": Composition(3, 0.0),
+    "attention": Composition(24, 8.0, f32_launches=20, f32_traffic=6.0),
+}
+
+
+def register_plain(kernels: Registry) -> None:
+    """Register ``torch.<op>_plain`` for every op, and ``_plain_f32`` where f32 is cheaper.
+
+    Registered last, so that a made kernel of equal cost comes first.
+    """
+    for name, run in PLAIN.items():
+        composition = COMPOSITIONS.get(name, UNARY_COST if name in UNARY else BINARY_COST)
+        binder = TorchBinder(run)
+        if composition.f32_launches:
+            kernels.add(
+                Kernel(
+                    f"torch.{name}_plain_f32",
+                    name,
+                    "torch",
+                    requires=(dtype(0, "f32", "f64"), *_dense_weight(name)),
+                    efficiency=SLOW,
+                    launches=composition.f32_launches,
+                    generic=True,
+                    extra_bytes=composition.f32_traffic,
+                    binder=binder,
+                )
+            )
+        kernels.add(
+            Kernel(
+                f"torch.{name}_plain",
+                name,
+                "torch",
+                efficiency=SLOW,
+                launches=composition.launches,
+                generic=True,
+                extra_bytes=composition.traffic,
+                binder=binder,
+            )
+        )
+
+
+def _dense_weight(name: str) -> tuple[Constraint, ...]:
+    return (dtype(1, "f32", "f64"),) if name == "linear" else ()
