@@ -114,7 +114,7 @@ class DecoderConfig:
 
 def _layer_windows(read: "_Reader", layers: int) -> tuple[int, ...]:
     """Windows of Qwen2 and Qwen3: by layer_types, else from max_window_layers on."""
-    window = read.integer("sliding_window", 4096) if read.flag("use_sliding_window") else 0
+    window = read.window() if read.flag("use_sliding_window") else 0
     types = read.get("layer_types", None)
     if types is None:
         first = read.integer("max_window_layers", 28)
@@ -207,13 +207,15 @@ class _Reader:
             raise self.unsupported(f"hidden_act {name!r} is not supported", f"known: {known}")
         return _HF_ACTIVATIONS[name]
 
+    def window(self) -> int:
+        # Null switches the window off; only an absent key means the families' default.
+        return self.integer("sliding_window", 0 if "sliding_window" in self.config else 4096)
+
     def windows(self, kind: str, layers: int) -> tuple[int, ...]:
         if kind == "llama":
             return ()
         if kind == "mistral":
-            # Null switches the window off; only an absent key means the family's default.
-            given = "sliding_window" in self.config
-            window = self.integer("sliding_window", 0 if given else 4096)
+            window = self.window()
             return (window,) * layers if window else ()
         windows = _layer_windows(self, layers)
         return windows if any(windows) else ()

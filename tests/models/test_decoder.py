@@ -96,6 +96,7 @@ def test_defaults_of_the_families() -> None:
     assert DecoderConfig.from_hf(qwen2).windows == ()
     sliding = {**qwen2, "use_sliding_window": True}
     assert DecoderConfig.from_hf({**sliding, "max_window_layers": 1}).windows == (0, 7)
+    assert DecoderConfig.from_hf({**sliding, "sliding_window": None}).windows == ()
     mixed = {**sliding, "layer_types": ["sliding_attention", "full_attention"]}
     assert DecoderConfig.from_hf(mixed).windows == (7, 0)
 
