@@ -1,0 +1,94 @@
+"""What a rewrite saves, counted before any kernel is chosen: bytes moved and launches.
+
+Views count nothing: they move no number.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from metainfer.ir.graph import Module, Op, Value
+from metainfer.ir.ops.record import VIEW, op_def
+from metainfer.ir.types import TensorType
+from metainfer.passes.target import Target
+
+Env = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Saved by one rewrite.
+
+    Units: bytes at the typical sizes of the strategy; launches.
+    """
+
+    bytes: int
+    launches: int
+
+    def __add__(self, other: "Gain") -> "Gain":
+        """Add two gains."""
+        return Gain(self.bytes + other.bytes, self.launches + other.launches)
+
+    def time_us(self, target: Target) -> float:
+        """Microseconds saved, by the device's memory rate and its time per launch."""
+        device = target.device
+        floor = device.kernel_floor_us or device.launch_latency_us
+        return self.bytes / device.memory_bandwidth.sustained * 1e6 + self.launches * floor
+
+    def text(self, target: Target, sizes: str) -> str:
+        """One line for the report."""
+        return (
+            f"{self.bytes} bytes and {self.launches} launches fewer a step at {sizes}, "
+            f"about {self.time_us(target):.1f} us"
+        )
+
+
+def typical_sizes(module: Module, target: Target) -> dict[str, int]:
+    """Values of the symbols that gains are counted at: the strategy's, else the upper bound."""
+    typical = dict(target.strategy.typical)
+    return {s.name: min(typical.get(s.name, s.high), s.high) for s in module.symbols}
+
+
+def sizes_text(env: Env) -> str:
+    """Print ``T=8, B=8``."""
+    return ", ".join(f"{name}={size}" for name, size in env.items()) or "its size"
+
+
+def bytes_of(value: Value, env: Env) -> int:
+    """Bytes of a tensor; a state counts nothing, since no rewrite moves it."""
+    return value.type.bytes_at(env) if isinstance(value.type, TensorType) else 0
+
+
+def is_view(op: Op) -> bool:
+    """Whether an op moves no number."""
+    return op.name not in ("call", "fused") and VIEW in op_def(op.name).traits
+
+
+def gain_of_group(ops: Sequence[Op], returned: frozenset[str], env: Env) -> Gain:
+    """What is saved if ops run as one: inner values stay inside, outer ones are read once.
+
+    Args:
+        ops: the group, in order.
+        returned: names of values that leave it.
+        env: sizes.
+    """
+    base: dict[str, Value] = {}
+
+    def root(value: Value) -> Value:
+        return base.get(value.name, value)
+
+    working = [op for op in ops if not is_view(op)]
+    for op in ops:
+        if is_view(op) and op.operands:
+            base[op.result.name] = root(op.operands[0])
+    made = {v.name: v for op in working for v in op.results}
+    leaving = {root(v).name for op in ops for v in op.results if v.name in returned}
+    saved = sum(bytes_of(v, env) for name, v in made.items() if name not in leaving)
+    reads: dict[str, int] = {}
+    for op in working:
+        for value in op.operands:
+            origin = root(value)
+            # A group reads what comes from outside once, and what it makes itself never.
+            if origin.name in made or reads.get(origin.name, 0):
+                saved += bytes_of(value, env)
+            reads[origin.name] = reads.get(origin.name, 0) + 1
+    return Gain(saved, max(len(working) - 1, 0))
