@@ -158,7 +158,7 @@ def _from_capability(gpu: Gpu, limits: dict[str, Any]) -> tuple[dict[str, Any], 
             "reserved": "1.5 GB",
             "peak_bandwidth": show_quantity(bandwidth, "bandwidth"),
             "sustained_bandwidth": show_quantity(0.85 * bandwidth, "bandwidth"),
-            "source": "capacity and memory clock x bus: driver; sustained (0.85) and reserved: assumed",
+            "source": "capacity and memory clock x bus: driver; the rest assumed",
         },
         "compute": {
             **limits,

@@ -7,7 +7,7 @@ tables key by key, arrays and values as a whole.
 import difflib
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ def _read_one(path: Path) -> Document:
     return Document(str(path), data, scan_places(lines, str(path)))
 
 
-def scan_places(lines: list[str], path: str) -> dict[Loc, Place]:
+def scan_places(lines: Sequence[str], path: str) -> dict[Loc, Place]:
     """Find the line of every table and key of a TOML text that is known to be valid."""
     places: dict[Loc, Place] = {}
     counts: dict[Loc, int] = {}

@@ -65,7 +65,7 @@ def _machine_document(path_or_name: str) -> Document:
             advice = near(path_or_name, list(known_machines()))
             raise HardwareError(
                 f"unknown machine {path_or_name!r}",
-                advice=f"{advice} A path to a file ends in .toml.",
+                advice=f"{advice}\n  a path to a file ends in .toml",
             )
         path = FOLDER / f"{path_or_name}.toml"
     return read_document(path, _find_machine, _machine_names)
