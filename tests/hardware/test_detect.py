@@ -36,11 +36,6 @@ FOUR = (
 )
 
 
-def build(gpus: list[Gpu], matrix: str, pcie: str) -> tuple[object, list[str]]:
-    layout, notes = gpu_layout(gpus, parse_topology(matrix), parse_pcie(pcie))
-    return layout, notes
-
-
 def test_this_processor_can_be_described() -> None:
     machine = detect_machine("cpu")
     assert machine.num_devices == 1
