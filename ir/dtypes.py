@@ -4,7 +4,7 @@ A block format stores each block of elements as small codes plus one scale (and 
 offset) per block; its value is ``code * scale + offset``. Text forms::
 
     f32  bf16  i8                   scalars
-    i8/32:f16                       int8 codes, blocks of 32 along the last dim, f16 scales (GGUF Q8_0)
+    i8/32:f16                       int8 codes, blocks of 32 in the last dim, f16 scales (GGUF Q8_0)
     u4/32:f16+f16                   unsigned 4-bit codes with an offset per block (GGUF Q4_1)
     f8e4m3/128x128:f32              fp8 with 128 x 128 blocks
     f4e2m1/32:f8e8m0                MXFP4
@@ -273,8 +273,8 @@ def quantize(values: np.ndarray, format: Block) -> BlockArray:
 
     Symmetric integer formats map the largest magnitude of a block to the largest code; formats with
     an offset map [min, max] to the whole code range; float codes map it to the largest finite
-    code. Blocks of zeros get scale 0 (codes 0). Scales are rounded to their type before codes are chosen,
-    so that the error is that of the stored numbers.
+    code. Blocks of zeros get codes 0. Scales are rounded to their type before codes are chosen, so
+    that the error is that of the stored numbers.
 
     Shapes: values [*shape] -> codes [*shape], scales [*format.scale_shape(shape)].
     """
@@ -310,16 +310,28 @@ def _blocks(x: np.ndarray, format: Block) -> np.ndarray:
     return split.transpose(order).reshape(*lead, *counts, math.prod(extents))
 
 
+_LARGEST = {
+    "f16": 65504.0,
+    "f32": 3.4028234663852886e38,
+    "f64": 1.7976931348623157e308,
+    "bf16": 3.3895313892515355e38,
+    "f8e4m3": 448.0,
+    "f8e5m2": 57344.0,
+    "f8e8m0": 2.0**127,
+    "f4e2m1": 6.0,
+}
+
+
 def _largest_code(element: Scalar) -> float:
     if element.kind in ("int", "uint"):
         return float(2 ** (element.bits - 1) - 1)
-    return float(ml_dtypes.finfo(element.numpy).max)
+    return _LARGEST[element.name]
 
 
 def _round_scale(scales: np.ndarray, scale: Scalar) -> np.ndarray:
     if scale is not F8E8M0:
         return scales.astype(scale.numpy)
-    # A power of two, rounded up, so that no value of the block saturates (OCP MX rounds down and clips).
+    # A power of two, rounded up, so that nothing saturates (OCP MX rounds down and clips).
     safe = np.where(scales > 0, scales, 1.0)
     exponents = np.clip(np.ceil(np.log2(safe)), -127, 127)
     return np.exp2(exponents).astype(scale.numpy)

@@ -6,7 +6,7 @@ Tokens of all sequences of a step are flattened. A graph reads a field as a valu
 | field | meaning |
 |---|---|
 | positions[T] | position of each token in its sequence, from 0 |
-| slots[T] | page * page_size + offset where the token's state is written; the null page's for padded rows |
+| slots[T] | page * page_size + offset where the token's state goes; padded rows: the null page |
 | starts[B+1] | first row of each sequence, and the end of the last one |
 | lengths[B] | tokens of each sequence in its state, after this step |
 | pages[B,P] | page table, filled up with the null page 0 |

@@ -100,8 +100,8 @@ class StateType:
     """What lives across steps: named fields, and how the state grows.
 
     Attributes:
-        kind: "pages" (grows with tokens, paged), "ring" (bounded window) or "slot" (bounded, one per
-            sequence).
+        kind: "pages" (grows with tokens, paged), "ring" (bounded window) or "slot" (bounded, one
+            per sequence).
         fields: (name, type of one entry), entry shapes without the token or sequence dim.
         growth: "token" or "sequence".
         page_size: tokens per page, 0 until the layout pass chose one.

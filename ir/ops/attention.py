@@ -192,8 +192,8 @@ def attention(
     """Causal attention of each sequence's new tokens over its paged keys and values.
 
     The new tokens' own keys are written before. Row t of sequence b stands at position
-    ``lengths[b] - (starts[b+1] - starts[b]) + t - starts[b]``. A window of w sees the last w positions,
-    its own included; 0 sees all. Rows past the last sequence give zeros.
+    ``lengths[b] - (starts[b+1] - starts[b]) + t - starts[b]``. A window of w sees the last w
+    positions, its own included; 0 sees all. Rows past the last sequence give zeros.
     Shapes: q [T, H, D], starts [B+1], lengths [B], pages [B, P] -> [T, H, E].
     Source: Kwon et al. 2023 for the paging.
     """

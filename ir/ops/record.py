@@ -5,8 +5,8 @@ An op is written as its numpy reference; the signature gives the text form:
     @op("rms_norm", infer=..., flops=..., shard="... D!, D! -> ... D!")
     def rms_norm(x: Array, weight: Array, *, eps: float) -> Array:
 
-Positional parameters are operands (``| None`` makes a trailing one optional, ``*xs`` takes any number),
-keyword-only ones are attributes with their defaults.
+Positional parameters are operands (``| None`` makes a trailing one optional, ``*xs`` takes any
+number), keyword-only ones are attributes with their defaults.
 """
 
 import inspect
@@ -74,7 +74,7 @@ class OperandSpec:
 
 @dataclass(frozen=True)
 class AttrSpec:
-    """One attribute of the signature; ``default`` is `inspect.Parameter.empty` where it is needed."""
+    """One attribute; ``default`` is `inspect.Parameter.empty` where the attribute is required."""
 
     name: str
     default: Any

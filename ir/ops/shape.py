@@ -21,9 +21,24 @@ def _no_bytes(sizes: Sizes) -> int:
 def _infer_reshape(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x = tensor_of(types[0])
     shape = sizes_of(attrs["shape"])
-    if product(shape) != product(x.shape):
-        raise TypeMismatch(f"reshape of {product(x.shape)} elements to {product(shape)}")
+    have, want = _without_common(x.shape, shape)
+    if product(have) != product(want):
+        raise TypeMismatch(f"reshape of {product(have)} elements to {product(want)}")
     return (x.with_shape(shape),)
+
+
+def _without_common(
+    have: tuple[Dim, ...], want: tuple[Dim, ...]
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+    """Leave away sizes that both sides have: products of several symbols need not be formed."""
+    rest = list(want)
+    kept = []
+    for size in have:
+        if size in rest:
+            rest.remove(size)
+        else:
+            kept.append(size)
+    return tuple(kept), tuple(rest)
 
 
 @op("reshape", infer=_infer_reshape, bytes=_no_bytes, traits=[VIEW])
