@@ -106,9 +106,9 @@ def _resolve(model: Any, examples: Sequence[torch.Tensor] | None, dynamic: Any) 
                 "an nn.Module is compiled for example inputs, none are given",
                 advice="metainfer.compile(module, example_inputs=(tensor, ...))",
             )
-        return resolve_model(
-            model, example_inputs=tuple(examples), dynamic=tuple(map(tuple, dynamic))
-        )
+        inputs = tuple(examples)
+        rows = tuple(tuple(names) for names in dynamic)
+        return resolve_model(model, example_inputs=lambda: inputs, dynamic=rows)
     return resolve_model(model)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from metainfer.backends.kernel import Query
 from metainfer.backends.registry import Backends
 from metainfer.hardware.device import Device
 from metainfer.ir.arena import plan_arena
@@ -18,6 +17,7 @@ from metainfer.ir.ops.record import op_def
 from metainfer.ir.options import Options
 from metainfer.ir.printer import print_graph
 from metainfer.ir.types import StateType, TensorType
+from metainfer.runtime.workspace import workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -194,18 +194,6 @@ def _buffers(
     if tables:
         terms.append(Term("rope tables", tables, "cosines and sines of every position"))
     return terms
-
-
-def workspace_bytes(module: Module, flat: FlatModule, device: Device, backends: Backends) -> int:
-    """Largest scratch space that any chosen kernel asks for."""
-    limits = module.limits()
-    most = 0
-    for item in flat.ops:
-        for choice in item.op.choices:
-            kernel = backends.kernels.get(choice.kernel)
-            if kernel.workspace is not None:
-                most = max(most, kernel.workspace(Query(item.op, device, limits)))
-    return most
 
 
 def rope_table_bytes(flat: FlatModule, module: Module) -> int:

@@ -65,7 +65,7 @@ def capture_language_model(
     size = torch.export.Dim("T", min=1, max=max(max_tokens, _EXAMPLE_TOKENS + 1))
     program = _export(model, (tokens, torch.zeros_like(tokens)), ({0: size}, {0: size}))
     state = Lowering(Builder())
-    inputs, weights = _placeholders(state, program, [["T"], ["T"]])
+    inputs, weights = _placeholders(state, model, program, [["T"], ["T"]])
     state.values[inputs[1][0]] = step_value("positions")
     state.values[inputs[0][0]] = Value(TOKENS_NAME, inputs[0][1].type)
     table = {**ATEN, **_structured(kv_dtype)}
@@ -102,7 +102,7 @@ def capture_module(
     )
     program = _export(model, tuple(t.contiguous() for t in examples), dynamic)
     state = Lowering(Builder())
-    inputs, weights = _placeholders(state, program, dims)
+    inputs, weights = _placeholders(state, model, program, dims)
     outputs = _lower(state, program.graph, {**ATEN, **_structured("")})
     symbols = tuple(Symbol(s, lo, hi) for s, (lo, hi) in bounds.items())
     flat = Flat(
@@ -184,12 +184,17 @@ def _export_error(model: nn.Module, error: Exception) -> Unsupported:
 
 
 def _placeholders(
-    state: Lowering, program: torch.export.ExportedProgram, dims: Sequence[Sequence[str]]
+    state: Lowering,
+    model: nn.Module,
+    program: torch.export.ExportedProgram,
+    dims: Sequence[Sequence[str]],
 ) -> tuple[list[tuple[fx.Node, Value]], list[Value]]:
     """Bind symbols, and give every placeholder its value."""
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names.update(signature.inputs_to_lifted_tensor_constants)
+    first = _first_names(model)
+    names = {node: first.get(name, name) for node, name in names.items()}
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
     users = [n for n in nodes if n.name not in names]
     for node, symbols in zip(users, dims, strict=True):
@@ -203,11 +208,20 @@ def _placeholders(
         name = f"@{names[node.name]}" if is_weight else f"%{node.name}"
         value = Value(name, state.type_of(fake(node)))
         state.values[node] = value
-        if is_weight:
+        if is_weight and value not in weights:
             weights.append(value)
-        else:
+        elif not is_weight:
             inputs.append((node, value))
     return inputs, weights
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a shared parameter -> the first one, which checkpoints hold."""
+    seen: dict[int, str] = {}
+    return {
+        name: seen.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _lower(state: Lowering, graph: fx.Graph, table: Mapping[str, Any]) -> list[Value]:

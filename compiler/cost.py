@@ -37,7 +37,7 @@ class CostModel:
         rate, basis = self._rate(kernel, op, device)
         memory = moved / (device.memory_bandwidth.sustained * kernel.efficiency.memory)
         compute = flops * (1.0 + waste) / (rate * kernel.efficiency.compute)
-        launch = self.launch_seconds(device) * kernel.launches
+        launch = self.launch_seconds(device, kernel.backend) * kernel.launches
         bound = "memory" if memory >= compute else "compute"
         if launch > max(memory, compute):
             bound = "latency"
@@ -51,8 +51,14 @@ class CostModel:
         bound = "memory" if memory >= compute else "compute"
         return Cost(max(memory, compute), flops, moved, bound)
 
-    def launch_seconds(self, device: Device) -> float:
-        """Time of one launch inside a bound program (a captured graph on a GPU)."""
+    def launch_seconds(self, device: Device, backend: str = "") -> float:
+        """Time of one launch.
+
+        Inside a bound program (a command list on a CPU, a captured graph on a GPU) that is the
+        kernel's floor; a torch op on a CPU is dispatched from Python each time.
+        """
+        if device.kind == "cpu" and backend == "torch":
+            return device.launch_latency_us * 1e-6
         return device.kernel_floor_us * 1e-6
 
     def _rate(self, kernel: Kernel, op: Op, device: Device) -> tuple[float, str]:

@@ -1,6 +1,6 @@
 """Where each value of a step lives: views share storage, the rest is packed by lifetime."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from metainfer.ir.flatten import FlatModule
@@ -73,17 +73,53 @@ def plan_arena(
     )
 
 
-def is_view(op: Op) -> bool:
+def strided_values(ops: Iterable[Op]) -> frozenset[str]:
+    """Values that are views with gaps: their rows do not lie densely one after the other."""
+    strided: set[str] = set()
+    for op in ops:
+        if op.name not in VIEW_OPS or _copies(op, strided):
+            continue
+        if op.operands[0].name in strided or _makes_gaps(op):
+            strided.add(op.result.name)
+    return frozenset(strided)
+
+
+def is_view(op: Op, strided: Collection[str]) -> bool:
     """Whether an op only reads its operand's storage in another order."""
-    return op.name in VIEW_OPS
+    return op.name in VIEW_OPS and not _copies(op, strided)
+
+
+def _copies(op: Op, strided: Collection[str]) -> bool:
+    """A reshape of a view with gaps is a copy, unless it only cuts the last dim."""
+    if op.name != "reshape" or op.operands[0].name not in strided:
+        return False
+    before, after = op.operands[0].tensor.shape, op.result.tensor.shape
+    lead = len(before) - 1
+    return after[:lead] != before[:lead] or len(after) <= lead
+
+
+def _makes_gaps(op: Op) -> bool:
+    if op.name == "broadcast":
+        return True
+    if op.name == "transpose":
+        perm = op.attr["perm"]
+        return isinstance(perm, tuple) and perm != tuple(range(len(perm)))
+    if op.name == "slice":
+        axis, start = op.attr["dim"], op.attr["start"]
+        lead = op.operands[0].tensor.shape[: axis if isinstance(axis, int) else 0]
+        first = all(n.is_static and n.constant == 1 for n in lead)
+        # A symbolic start has no fixed address: kernels that take addresses must not see it.
+        return not first or op.attr.get("step", 1) != 1 or not isinstance(start, int)
+    return False
 
 
 def _owners(flat: FlatModule) -> dict[str, str]:
     owner: dict[str, str] = {v.name: v.name for v in flat.inputs}
+    strided = strided_values(item.op for item in flat.ops)
     for item in flat.ops:
         for value in item.op.results:
             owner[value.name] = value.name
-        if is_view(item.op):
+        if is_view(item.op, strided):
             source = item.op.operands[0].name
             # A view of a weight or of the step record owns nothing.
             owner[item.op.result.name] = owner.get(source, source)

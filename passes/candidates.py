@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metainfer.backends.kernel import Cost, Kernel, Query, Refusal, Repair
-from metainfer.ir.arena import VIEW_OPS, is_view
+from metainfer.ir.arena import VIEW_OPS, strided_values
 from metainfer.ir.graph import Graph, Op
 from metainfer.passes.target import Target
 
@@ -49,30 +49,9 @@ def needs_kernel(op: Op) -> bool:
     return not op.is_call and op.name not in VIEW_OPS
 
 
-def strided_values(graph: Graph) -> frozenset[str]:
-    """Values that are views with gaps: their rows do not lie densely one after the other."""
-    strided: set[str] = set()
-    for op in graph.ops:
-        if not is_view(op):
-            continue
-        if op.operands[0].name in strided or _makes_gaps(op):
-            strided.add(op.result.name)
-    return frozenset(strided)
-
-
-def _makes_gaps(op: Op) -> bool:
-    if op.name == "broadcast":
-        return True
-    if op.name == "transpose":
-        perm = op.attr["perm"]
-        return isinstance(perm, tuple) and perm != tuple(range(len(perm)))
-    if op.name == "slice":
-        axis = op.attr["dim"]
-        lead = op.operands[0].tensor.shape[: axis if isinstance(axis, int) else 0]
-        return (
-            any(not (n.is_static and n.constant == 1) for n in lead) or op.attr.get("step", 1) != 1
-        )
-    return False
+def strided_of(graph: Graph) -> frozenset[str]:
+    """Values of a graph that are views with gaps."""
+    return strided_values(graph.ops)
 
 
 def query_of(

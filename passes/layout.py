@@ -22,7 +22,7 @@ from metainfer.passes.candidates import (
     needs_kernel,
     query_of,
     sample_sizes,
-    strided_values,
+    strided_of,
 )
 from metainfer.passes.target import Decision, Target
 from metainfer.passes.weights import LoadEditor
@@ -44,7 +44,7 @@ def layout(module: Module, target: Target) -> Module:
 
 def _pack_graph(module: Module, name: str, target: Target) -> Module:
     graph = module.graph(name)
-    strided = strided_values(graph)
+    strided = strided_of(graph)
     wanted: dict[tuple[str, str], list[int]] = {}
     ops = list(graph.ops)
     for number, op in enumerate(ops):
@@ -184,7 +184,7 @@ def _page_cost(module: Module, size: int, target: Target) -> float:
     env = sample_sizes(target, limits)[-1]
     total = 0.0
     for graph in changed.graphs:
-        strided = strided_values(graph)
+        strided = strided_of(graph)
         for op in graph.ops:
             if op.is_call or not any(v.is_state for v in op.operands):
                 continue

@@ -25,7 +25,7 @@ from metainfer.passes.candidates import (
     needs_kernel,
     query_of,
     sample_sizes,
-    strided_values,
+    strided_of,
 )
 from metainfer.passes.target import Decision, Target
 
@@ -71,11 +71,11 @@ def _select_graph(graph: Graph, target: Target, limits: Mapping[str, tuple[int, 
 def _fused_or_split(
     op: Op, graph: Graph, target: Target, limits: Mapping[str, tuple[int, int]]
 ) -> list[Op]:
-    strided = strided_values(graph)
+    strided = strided_of(graph)
     whole = _total(op, strided, target, limits)
     inlined = _inline(op)
     inner = replace(graph, ops=tuple(inlined))
-    inner_strided = strided_values(inner) | strided
+    inner_strided = strided_of(inner) | strided
     parts = [_total(o, inner_strided, target, limits) for o in inlined if needs_kernel(o)]
     split = None if any(p is None for p in parts) else sum(p for p in parts if p is not None)
     pinned = kind_of(op) in dict(target.options.pins)
@@ -145,7 +145,7 @@ def _choose(
     limits: Mapping[str, tuple[int, int]],
     strided: frozenset[str] | None = None,
 ) -> Op:
-    query = query_of(op, target, limits, strided_values(graph) if strided is None else strided)
+    query = query_of(op, target, limits, strided_of(graph) if strided is None else strided)
     found = candidates_of(op, query, target)
     usable = [c for c in _usable(found) if _layouts_fit(c, op)]
     if not usable:
@@ -268,7 +268,7 @@ def _sizes(env: Mapping[str, int]) -> str:
 def _no_kernel(
     op: Op, graph: Graph, target: Target, limits: Mapping[str, tuple[int, int]]
 ) -> Unsupported:
-    query = query_of(op, target, limits, strided_values(graph))
+    query = query_of(op, target, limits, strided_of(graph))
     lines = []
     for c in candidates_of(op, query, target):
         why = (

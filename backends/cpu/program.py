@@ -127,6 +127,10 @@ class ProgramBuilder:
         self._commands.append(command)
         return len(self._commands) - 1
 
+    def __len__(self) -> int:
+        """Number of commands so far."""
+        return len(self._commands)
+
     def build(self) -> Program:
         """Freeze the commands so far into a program."""
         return Program(self._library, self._names, self._commands)

@@ -1,0 +1,138 @@
+"""Weights of a plan: checkpoint tensors through the load graph, tensor by tensor.
+
+A weight is made when it is first asked for; calls and phases that want the same tensor in the same
+form share one.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from metainfer.backends.registry import Backends
+from metainfer.ir.dtypes import BlockArray
+from metainfer.ir.errors import CheckpointError, PlanError
+from metainfer.ir.flatten import FlatWeight
+from metainfer.ir.graph import Graph, Module, Op, Value
+from metainfer.ir.interpret import as_reference_input, round_to
+from metainfer.ir.ops.record import RAW, op_def
+from metainfer.ir.types import TensorType
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Provider = Callable[[str], Array | BlockArray]
+
+
+class WeightStore:
+    """Makes and keeps packed weights.
+
+    Args:
+        provider: full name -> checkpoint tensor.
+        backends: for the packers.
+    """
+
+    def __init__(self, provider: Provider, backends: Backends) -> None:
+        self._provider = provider
+        self._backends = backends
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def get(self, module: Module, weight: FlatWeight) -> Any:
+        """The resident form of a weight: plain numpy, or what its layout packs.
+
+        Raises: CheckpointError if a tensor is missing or of another shape or format.
+        """
+        load = module.load(weight.graph)
+        if load is None:
+            key: tuple[Any, ...] = (weight.binding.full_name(weight.local[1:]),)
+            if key not in self._made:
+                self._made[key] = self._provider(key[0])
+            return self._made[key]
+        graph = module.graph(weight.graph)
+        index = [w.name for w in graph.weights].index(weight.local)
+        return self._evaluate(load, load.outputs[index], weight)
+
+    def _evaluate(self, load: Graph, value: Value, weight: FlatWeight) -> Any:
+        producers = load.producers()
+        key = self._key(value, producers, weight)
+        if key in self._made:
+            return self._made[key]
+        made = self._make(value, producers, weight)
+        # Only what a graph reads is kept; the steps on the way are dropped.
+        self._made[key] = made
+        return made
+
+    def _key(self, value: Value, producers: Mapping[str, Op], weight: FlatWeight) -> Any:
+        op = producers.get(value.name)
+        if op is None:
+            return weight.binding.full_name(value.name[1:])
+        return (op.name, op.attrs, tuple(self._key(v, producers, weight) for v in op.operands))
+
+    def _make(self, value: Value, producers: Mapping[str, Op], weight: FlatWeight) -> Any:
+        op = producers.get(value.name)
+        if op is None:
+            return self._read(value, weight)
+        operands = [self._make(v, producers, weight) for v in op.operands]
+        if op.name == "pack":
+            return self._backends.layouts.get(str(op.attr["layout"])).pack(operands[0])
+        record = op_def(op.name)
+        raw = record.has(RAW)
+        inputs = [as_reference_input(v, raw=raw) for v in operands]
+        return round_to(record.reference(*inputs, **record.complete(op.attr)), op.result)
+
+    def _read(self, value: Value, weight: FlatWeight) -> Array | BlockArray:
+        name = weight.binding.full_name(value.name[1:])
+        found = self._provider(name)
+        wanted = cast(TensorType, value.type)
+        shape = tuple(n.static for n in wanted.shape)
+        dtype = found.format if isinstance(found, BlockArray) else None
+        same = (
+            dtype == wanted.dtype if dtype else found.dtype == getattr(wanted.dtype, "numpy", None)
+        )
+        if tuple(found.shape) != shape or not same:
+            held = f"{dtype or found.dtype}{list(found.shape)}"
+            raise CheckpointError(
+                f"{name} is {held}, the plan was made for {wanted}",
+                advice="give the checkpoint that the plan was compiled for, or compile again",
+            )
+        return found
+
+
+def checkpoint_provider(
+    read: Callable[[str], Array | BlockArray], renames: Mapping[str, str],
+    constants: Mapping[str, Array],
+) -> Provider:  # fmt: skip
+    """Tensors by full name: the plan's constants first, then the checkpoint's."""
+
+    def provide(name: str) -> Array | BlockArray:
+        if name in constants:
+            return constants[name]
+        return read(renames.get(name, name))
+
+    return provide
+
+
+def state_dict_provider(tensors: Mapping[str, Any], constants: Mapping[str, Array]) -> Provider:
+    """Tensors of an nn.Module's state_dict."""
+    from metainfer.backends.torch.tensors import to_numpy
+    from metainfer.ir.dtypes import Scalar, parse_dtype
+
+    names = {
+        "torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16",
+        "torch.float64": "f64", "torch.int64": "i64", "torch.int32": "i32", "torch.bool": "bool",
+        "torch.uint8": "u8", "torch.int8": "i8",
+    }  # fmt: skip
+
+    def provide(name: str) -> Array:
+        if name in constants:
+            return constants[name]
+        if name not in tensors:
+            raise CheckpointError(
+                f"no tensor {name} among the given weights",
+                advice="give the state_dict of the module that was compiled",
+            )
+        tensor = tensors[name]
+        dtype = names.get(str(tensor.dtype))
+        if dtype is None:
+            raise PlanError(f"{name} has element type {tensor.dtype}, which no plan reads")
+        return to_numpy(tensor, cast(Scalar, parse_dtype(dtype)))
+
+    return provide
