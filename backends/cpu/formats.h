@@ -43,7 +43,11 @@ using U4F16 = BlockFormat<4, uint16_t, true, 0>;
 using I4F16 = BlockFormat<4, uint16_t, false, 8>;
 using U4F32 = BlockFormat<4, float, true, 0>;
 
-// Call use(k, codes as floats) for the 32 elements of K of a block, all 16 rows at once.
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
+// Call use(k, codes as floats, Constant<k % 4>) for the 32 elements of K of a block, all 16 rows at
+// once. The constant lets callers deal the elements out to independent sums.
 template <class Format, class Use>
 inline void each_code(const uint8_t* block, Use use) {
     const uint8_t* codes = block + Format::codes_at;
@@ -51,10 +55,10 @@ inline void each_code(const uint8_t* block, Use use) {
 #pragma GCC unroll 1
         for (int c = 0; c < 8; ++c) {
             const i32x16 four = load16i(codes + 64 * c);
-            use(4 * c, to_float(sar<24>(shl<24>(four))));
-            use(4 * c + 1, to_float(sar<24>(shl<16>(four))));
-            use(4 * c + 2, to_float(sar<24>(shl<8>(four))));
-            use(4 * c + 3, to_float(sar<24>(four)));
+            use(4 * c, to_float(sar<24>(shl<24>(four))), Constant<0>{});
+            use(4 * c + 1, to_float(sar<24>(shl<16>(four))), Constant<1>{});
+            use(4 * c + 2, to_float(sar<24>(shl<8>(four))), Constant<2>{});
+            use(4 * c + 3, to_float(sar<24>(four)), Constant<3>{});
         }
     } else {
         const i32x16 mask = set16i(15);
@@ -66,14 +70,14 @@ inline void each_code(const uint8_t* block, Use use) {
 #pragma GCC unroll 1
         for (int c = 0; c < 4; ++c) {
             const i32x16 eight = load16i(codes + 64 * c);
-            use(4 * c, code(eight));
-            use(16 + 4 * c, code(shr<4>(eight)));
-            use(4 * c + 1, code(shr<8>(eight)));
-            use(16 + 4 * c + 1, code(shr<12>(eight)));
-            use(4 * c + 2, code(shr<16>(eight)));
-            use(16 + 4 * c + 2, code(shr<20>(eight)));
-            use(4 * c + 3, code(shr<24>(eight)));
-            use(16 + 4 * c + 3, code(shr<28>(eight)));
+            use(4 * c, code(eight), Constant<0>{});
+            use(16 + 4 * c, code(shr<4>(eight)), Constant<0>{});
+            use(4 * c + 1, code(shr<8>(eight)), Constant<1>{});
+            use(16 + 4 * c + 1, code(shr<12>(eight)), Constant<1>{});
+            use(4 * c + 2, code(shr<16>(eight)), Constant<2>{});
+            use(16 + 4 * c + 2, code(shr<20>(eight)), Constant<2>{});
+            use(4 * c + 3, code(shr<24>(eight)), Constant<3>{});
+            use(16 + 4 * c + 3, code(shr<28>(eight)), Constant<3>{});
         }
     }
 }

@@ -13,7 +13,7 @@ struct Activations {
 };
 
 // Weights of the next blocks are asked for this far ahead.
-constexpr i64 kAheadBytes = 2048;
+constexpr i64 kAheadBytes = 6144;
 
 // Rows [m, m + R) times one panel. Per block: integer dots, then
 // acc += scale_w scale_x (dot - zero sum_x) + offset_w scale_x sum_x.

@@ -11,7 +11,10 @@ namespace {
 constexpr i64 kFewRows = 8;
 // Elements of K whose expanded panel (16 floats each) stays in the first-level cache.
 constexpr i64 kDepth = 256;
-constexpr i64 kAheadBytes = 2048;
+constexpr i64 kAheadBytes = 6144;
+
+// Each weight type has expand (a slice of a panel as f32 [count][16]) and tile (acc [R] = R rows of x
+// times a panel). Tiles keep several sums a row, as one chain of additions would wait on its latency.
 
 // Weight panels [K][16] of f32.
 struct F32Weights {
@@ -22,11 +25,23 @@ struct F32Weights {
     template <int R>
     static void tile(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* acc) {
         const float* w = reinterpret_cast<const float*>(panel);
-        for (i64 k = 0; k < K; ++k, w += 16) {
+        f32x16 evens[R], odds[R];
+        for (int r = 0; r < R; ++r) evens[r] = odds[r] = set16(0.0f);
+        i64 k = 0;
+        for (; k + 2 <= K; k += 2, w += 32) {
             MI_PREFETCH(w + kAheadBytes / 4);
-            const f32x16 column = load16(w);
-            for (int r = 0; r < R; ++r) acc[r] = fma16(set16(x[r * ldx + k]), column, acc[r]);
+            MI_PREFETCH(w + kAheadBytes / 4 + 16);
+            const f32x16 first = load16(w), second = load16(w + 16);
+            for (int r = 0; r < R; ++r) {
+                evens[r] = fma16(set16(x[r * ldx + k]), first, evens[r]);
+                odds[r] = fma16(set16(x[r * ldx + k + 1]), second, odds[r]);
+            }
         }
+        if (k < K) {
+            const f32x16 last = load16(w);
+            for (int r = 0; r < R; ++r) evens[r] = fma16(set16(x[r * ldx + k]), last, evens[r]);
+        }
+        for (int r = 0; r < R; ++r) acc[r] = evens[r] + odds[r];
     }
 };
 
@@ -48,15 +63,23 @@ struct Bf16Weights {
     template <int R>
     static void tile(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* acc) {
         i64 k = 0;
+        // Four rows are chains enough, and two sums of each would not fit the registers of AVX2.
+        constexpr int chains = R < 4 ? 2 : 1;
+        f32x16 sums[chains][R];
+        for (auto& part : sums)
+            for (f32x16& sum : part) sum = set16(0.0f);
         for (; k + 2 <= K; k += 2, panel += 64) {
             MI_PREFETCH(panel + kAheadBytes);
             const i32x16 pair = load16i(panel);
             const f32x16 first = even(pair), second = odd(pair);
             for (int r = 0; r < R; ++r) {
-                acc[r] = fma16(set16(x[r * ldx + k]), first, acc[r]);
-                acc[r] = fma16(set16(x[r * ldx + k + 1]), second, acc[r]);
+                f32x16& sum = sums[0][r];
+                f32x16& other = sums[chains - 1][r];
+                sum = fma16(set16(x[r * ldx + k]), first, sum);
+                other = fma16(set16(x[r * ldx + k + 1]), second, other);
             }
         }
+        for (int r = 0; r < R; ++r) acc[r] = chains == 1 ? sums[0][r] : sums[0][r] + sums[chains - 1][r];
         if (k == K) return;
         const f32x16 last = even(load16i(panel));
         for (int r = 0; r < R; ++r) acc[r] = fma16(set16(x[r * ldx + k]), last, acc[r]);
@@ -71,20 +94,28 @@ struct BlockWeights {
             const uint8_t* block = panel + g * F::block_bytes;
             const f32x16 scale = F::scale(block);
             const f32x16 offset = F::has_offset ? F::offset(block) : set16(0.0f);
-            each_code<F>(block, [&](int i, f32x16 code) {
+            each_code<F>(block, [&](int i, f32x16 code, auto) {
                 store16(out + i * 16, F::has_offset ? fma16(code, scale, offset) : code * scale);
             });
         }
         return out - ceil_div(count, 32) * 32 * 16;
     }
-    // One block: codes times x first, the scale once at the end.
+    // One block: codes times x first, the scale once at the end. acc += .
+    // (Flattened: a sum that a call may see has to go through memory.)
     template <int R>
-    static void block_tile(const uint8_t* block, const float* x, i64 ldx, f32x16* acc) {
-        f32x16 sums[R];
-        for (int r = 0; r < R; ++r) sums[r] = set16(0.0f);
-        each_code<F>(block, [&](int i, f32x16 code) {
-            for (int r = 0; r < R; ++r) sums[r] = fma16(set16(x[r * ldx + i]), code, sums[r]);
+    MI_FLATTEN static void block_tile(const uint8_t* block, const float* x, i64 ldx, f32x16* acc) {
+        constexpr int chains = R >= 4 ? 1 : 4 / R;
+        f32x16 parts[chains][R], sums[R];
+        for (auto& part : parts)
+            for (f32x16& sum : part) sum = set16(0.0f);
+        each_code<F>(block, [&](int i, f32x16 code, auto chain) {
+            f32x16* part = parts[decltype(chain)::value % chains];
+            for (int r = 0; r < R; ++r) part[r] = fma16(set16(x[r * ldx + i]), code, part[r]);
         });
+        for (int r = 0; r < R; ++r) {
+            sums[r] = parts[0][r];
+            for (int c = 1; c < chains; ++c) sums[r] = sums[r] + parts[c][r];
+        }
         const f32x16 scale = F::scale(block);
         for (int r = 0; r < R; ++r) acc[r] = fma16(scale, sums[r], acc[r]);
         if (!F::has_offset) return;
@@ -96,6 +127,7 @@ struct BlockWeights {
     }
     template <int R>
     static void tile(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* acc) {
+        for (int r = 0; r < R; ++r) acc[r] = set16(0.0f);
         for (i64 k = 0; k < K; k += 32, panel += F::block_bytes) {
             for (i64 line = 0; line < F::block_bytes; line += 64) MI_PREFETCH(panel + kAheadBytes + line);
             if (K - k >= 32) {
@@ -114,7 +146,6 @@ struct BlockWeights {
 template <class W, int R>
 inline void direct(const LinearArgs& l, const uint8_t* data, const float* x, i64 ldx, i64 m, i64 panel) {
     f32x16 acc[R];
-    for (int r = 0; r < R; ++r) acc[r] = set16(0.0f);
     W::template tile<R>(data, x + m * ldx, ldx, l.K, acc);
     for (int r = 0; r < R; ++r) l.finish(acc[r], m + r, panel);
 }

@@ -27,6 +27,9 @@
 // that the hardware's prefetcher stops at.
 #define MI_PREFETCH(p) __builtin_prefetch((p), 0, 3)
 
+// Inline all calls in a function's body.
+#define MI_FLATTEN __attribute__((flatten))
+
 namespace mi {
 
 using i64 = int64_t;
