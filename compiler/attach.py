@@ -28,7 +28,7 @@ def attach_checkpoint(module: Module, header: Header, unpermute: Callable[[str],
 
     Args:
         module: captured; weights in the activations' type.
-        header: full weight name -> (shape, format) in the checkpoint, None if it has no such tensor.
+        header: full weight name -> (shape, format) in the checkpoint, None if it has none.
         unpermute: full weight name -> heads over which its rows are interleaved, or 0.
 
     Raises: CheckpointError listing tensors that are missing or of another shape.

@@ -233,6 +233,6 @@ def _does_not_fit(
         f"the model does not fit on {device.name}: {missing:,} bytes missing "
         f"({needed / 2**30:.2f} GiB needed, {budget / 2**30:.2f} GiB there)",
         text="\n".join(lines),
-        advice=f"it would fit over {devices} such devices, or with narrower weights (--weights int4), "
-        "a smaller step (--max-tokens) or a shorter --max-context",
+        advice=f"it would fit over {devices} such devices, or with narrower weights "
+        "(--weights int4), a smaller step (--max-tokens) or a shorter --max-context",
     )

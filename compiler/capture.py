@@ -1,7 +1,8 @@
 """Capture: a PyTorch module becomes a Module of the IR, by torch.export.
 
-Structured ops of `models.functional` stay whole. Attention of a language model becomes a write to and
-a read of a paged state; positions and sampled rows come from the step record. No weights are needed.
+Structured ops of `models.functional` stay whole. Attention of a language model becomes a write to
+and a read of a paged state; positions and sampled rows come from the step record. No weights are
+needed.
 """
 
 import linecache
@@ -169,8 +170,8 @@ def _export_error(model: nn.Module, error: Exception) -> Unsupported:
             f"{type(model).__name__}: control flow or a size depends on data",
             text=text,
             origin=origin,
-            advice="branch with torch.where instead of if, pad to fixed sizes instead of nonzero or "
-            "item, or call a structured op of metainfer.models.functional",
+            advice="branch with torch.where instead of if, pad to fixed sizes instead of "
+            "nonzero or item, or call a structured op of metainfer.models.functional",
         )
     return Unsupported(
         f"{type(model).__name__} cannot be captured: {first_line}",
@@ -257,7 +258,7 @@ def _output(state: Lowering, argument: Any) -> Value:
 
 
 def _constants(model: nn.Module, program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
-    """Buffers and lifted constants: in no checkpoint unless persistent, so the plan carries them."""
+    """Buffers and lifted constants: the plan carries them, no checkpoint need hold them."""
     found = {}
     signature = program.graph_signature
     for name in (*signature.inputs_to_buffers.values(),):

@@ -277,7 +277,7 @@ def unknown_op(name: str) -> Unsupported:
     return Unsupported(
         f"the compiler does not know {name}",
         advice="write the line with known ops, or add the op: a record in ir/ops/ and one line "
-        "in compiler/aten.py (CONTRIBUTING, recipe a)",
+        "in compiler/aten/ (CONTRIBUTING, recipe a)",
     )
 
 

@@ -97,7 +97,7 @@ def cost_of(candidate: Candidate, query: Query, target: Target, env: Mapping[str
 def sample_sizes(
     target: Target, limits: Mapping[str, tuple[int, int]]
 ) -> tuple[dict[str, int], ...]:
-    """Sizes at which candidates are compared: powers of two of the leading symbol, others typical."""
+    """Sizes to compare candidates at: powers of two of the leading symbol, others typical."""
     typical = {name: high for name, (_, high) in limits.items()}
     typical.update((k, v) for k, v in target.strategy.typical if k in limits)
     symbol = leading_symbol(limits)

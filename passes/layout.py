@@ -4,8 +4,8 @@
     after:  linear(%x, @w: ... as "cpu.i8g32_n16")      $kv : pages(...) per token page 16
 
 The packing is that of the cheapest kernels over the sizes of the phase; a weight that two uses want
-in two packings is held twice, and the report says what the copy costs. Page sizes are chosen jointly:
-the one that most kernels take, raised or lowered before a fast kernel is given up.
+in two packings is held twice, and the report says what the copy costs. Page sizes are chosen
+jointly: the one that most kernels take, raised or lowered before a fast kernel is given up.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """quantize: choose the format of each weight that a linear or an embedding reads.
 
-    before: load: %0 = dequantize(@w) {dtype = "f32"} : f32[64,64]      linear(%x, @w: f32[64,64])
-    after:  load: @w as it is in the checkpoint                         linear(%x, @w: i8/32:f16[64,64])
+    before: load: %0 = dequantize(@w) {dtype = "f32"}    linear(%x, @w: f32[64,64])
+    after:  load: @w as it is in the checkpoint          linear(%x, @w: i8/32:f16[64,64])
 
 The checkpoint's own format is kept where the device has a made kernel for it; otherwise the nearest
 format that loses least is taken and the reason recorded. int8 and int4 quantize what the checkpoint

@@ -3,9 +3,9 @@
     before: %1 = linear(%0, @w) : f32[T,64]
     after:  %1 = linear(%0, @w) : f32[T,64] by {T <= 16: cpu.linear_w8a8, else: torch.linear_f32}
 
-The cheapest legal kernel wins at each size. A fused group for which its parts together are cheaper, or
-for which there is no kernel, is split again. Refusals are repaired or reported; a generic kernel is
-a fallback, which --strict makes an error.
+The cheapest legal kernel wins at each size. A fused group for which its parts together are cheaper,
+or for which there is no kernel, is split again. Refusals are repaired or reported; a generic kernel
+is a fallback, which --strict makes an error.
 """
 
 from collections.abc import Mapping, Sequence

