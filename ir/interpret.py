@@ -94,8 +94,9 @@ def unify(value: Value, shape: tuple[int, ...], env: dict[str, int]) -> None:
 def _unify_size(value: Value, size: Dim, actual: int, env: dict[str, int]) -> None:
     free = [s for s in size.symbols() if s not in env]
     if not free:
-        if size.evaluate(env) != actual:
-            raise TypeMismatch(f"{value.name} is {value.type}: {size} is {size.evaluate(env)}, got {actual}")
+        wanted = size.evaluate(env)
+        if wanted != actual:
+            raise TypeMismatch(f"{value.name} is {value.type}: {size} is {wanted}, got {actual}")
         return
     if len(size.terms) == 1 and isinstance(size.terms[0][0], str):
         symbol, coefficient = cast(str, size.terms[0][0]), size.terms[0][1]

@@ -27,7 +27,7 @@ class Options:
         kv: element type of cached keys and values.
         max_tokens: largest step of a prefill, in tokens (the chunk).
         max_sequences: largest number of sequences in a step.
-        max_context: longest sequence in tokens; 0 is the model's own limit, as far as memory allows.
+        max_context: longest sequence in tokens; 0 is the model's own, as far as memory allows.
         page_size: tokens per page; 0 lets the layout pass choose.
         memory_fraction: part of the device's memory that a plan may use.
         strict: whether a generic fallback is an error.
@@ -58,7 +58,8 @@ class Options:
         for name, legal in (("activations", ACTIVATIONS), ("weights", WEIGHTS), ("kv", KV)):
             if getattr(self, name) not in legal:
                 raise OptionError(
-                    f"{name} = {getattr(self, name)!r} is not known", advice=f"choose one of {', '.join(legal)}"
+                    f"{name} = {getattr(self, name)!r} is not known",
+                    advice=f"choose one of {', '.join(legal)}",
                 )
         for name in ("max_tokens", "max_sequences"):
             if getattr(self, name) < 1:
@@ -86,7 +87,8 @@ class Options:
         known = {f.name for f in fields(Options)}
         unknown = sorted(set(data) - known)
         if unknown:
-            raise OptionError(f"unknown option {unknown[0]!r}", advice=f"known: {', '.join(sorted(known))}")
+            names = ", ".join(sorted(known))
+            raise OptionError(f"unknown option {unknown[0]!r}", advice=f"known: {names}")
         frozen = {k: _frozen(v) for k, v in data.items()}
         return Options(**frozen)
 

@@ -1,7 +1,8 @@
 """A plan: the compiled module of each phase as text, with everything that led to it. Pure data.
 
-On disk a folder: ``plan.json`` (schema version, hashes, decisions), one ``stage0.<phase>.mir`` per phase,
-and ``constants.npz`` for tensors that no checkpoint holds. Reading one parses text and numbers only.
+On disk a folder: ``plan.json`` (schema version, hashes, decisions), one ``stage0.<phase>.mir`` per
+phase, and ``constants.npz`` for tensors that no checkpoint holds. Reading one parses text and
+numbers only.
 """
 
 import hashlib
@@ -189,7 +190,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
     if meta["schema"] != SCHEMA:
         raise PlanError(
             f"{file} has schema {meta['schema']}, this version reads {SCHEMA}",
-            advice=f"it was written by metainfer {meta.get('version', '?')}: compile again with this one",
+            advice=f"metainfer {meta.get('version', '?')} wrote it: compile again with this version",
         )
     return cast(dict[str, Any], meta)
 
@@ -211,4 +212,3 @@ def _read_checked(path: Path, name: str, wanted: str) -> bytes:
             advice="compile again; decisions are changed with --pin and --forbid, not by hand",
         )
     return data
-

@@ -1,6 +1,6 @@
 """A strategy: what the search decided for one phase before the passes run."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from metainfer.ir.types import Mesh
@@ -27,7 +27,7 @@ class Strategy:
     """
 
     phase: str
-    mesh: Mesh = Mesh()
+    mesh: Mesh = field(default_factory=Mesh)
     activations: str = "f32"
     weights: str = "auto"
     exact: bool = False

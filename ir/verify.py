@@ -187,9 +187,8 @@ def _overwritten(op: Op) -> list[Value]:
 
 def _check_states(graph: Graph) -> None:
     if len(graph.states) != len(graph.state_outputs):
-        raise TypeMismatch(
-            f"graph {graph.name} has {len(graph.states)} states and returns {len(graph.state_outputs)}"
-        )
+        counts = f"{len(graph.states)} states and returns {len(graph.state_outputs)}"
+        raise TypeMismatch(f"graph {graph.name} has {counts}")
     for state, final in zip(graph.states, graph.state_outputs, strict=True):
         if not isinstance(state.type, StateType) or final.type != state.type:
             raise TypeMismatch(f"{state.name} of {graph.name} ends as {final.type}")
