@@ -1,6 +1,7 @@
 """compile: the one path from a model to a plan."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ from metainfer.backends.registry import Backends, installed
 from metainfer.compiler.attach import attach_checkpoint, header_without_weights
 from metainfer.compiler.capacity import Capacity, plan_capacity
 from metainfer.compiler.capture import Captured, capture_language_model, capture_module
+from metainfer.compiler.check import pass_checker
 from metainfer.compiler.cost import CostModel
 from metainfer.compiler.predict import predict
 from metainfer.compiler.sources import resolve_model
@@ -51,6 +53,7 @@ class _Input:
     checkpoint: Checkpoint | None
     report: Report
     progress: Progress
+    interpreted: bool = False  # whether every pass is checked by interpreting before and after
 
     @property
     def device(self) -> Device:
@@ -89,6 +92,8 @@ def compile(
     spec = _resolve(model, example_inputs, dynamic)
     machine = hw if isinstance(hw, Machine) else load_machine(str(hw))
     given = _Input(spec, machine, chosen, installed(), _open(spec), Report(), progress)
+    if os.environ.get("METAINFER_VERIFY", "1") == "2":
+        given = _checked_on_tiny(given, begun)
     try:
         plan = _compile(given, model if isinstance(model, nn.Module) else None, begun)
     finally:
@@ -110,6 +115,19 @@ def _resolve(model: Any, examples: Sequence[torch.Tensor] | None, dynamic: Any) 
         rows = tuple(tuple(names) for names in dynamic)
         return resolve_model(model, example_inputs=lambda: inputs, dynamic=rows)
     return resolve_model(model)
+
+
+def _checked_on_tiny(given: _Input, begun: float) -> _Input:
+    """Compile the tiny form first, interpreting around every pass; a model without one, itself."""
+    if given.spec.tiny is None:
+        return replace(given, interpreted=True)
+    given.progress("interpreting the tiny form around every pass")
+    tiny = replace(
+        given, spec=given.spec.tiny(), checkpoint=None, report=Report(), interpreted=True
+    )
+    options = replace(given.options, max_context=0, strict=False)
+    _compile(replace(tiny, options=options), None, begun)
+    return given
 
 
 def _open(spec: ModelSpec) -> Checkpoint | None:
@@ -278,7 +296,8 @@ def _run_phase(
         given.machine, strategy, given.options, given.backends.kernels, CostModel(), report
     )
     bounded = _bounded(module, strategy)
-    compiled, timings = run_passes(bounded, target)
+    check = pass_checker(bounded, strategy.activations) if given.interpreted else None
+    compiled, timings = run_passes(bounded, target, check=check)
     return compiled, timings, report
 
 
