@@ -1,5 +1,6 @@
 """Memory of a loaded plan: arena, weights, states, step fields, rope tables."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,10 +68,10 @@ class Storage:
         if type_.kind != "pages":
             raise PlanError(f"state {name} is of kind {type_.kind}, which is not executed yet")
         self.states[name] = {
-            field: torch.zeros(
+            field: _zeros(
                 (num_pages, type_.page_size, *(n.static for n in entry.shape)),
-                dtype=torch_dtype(entry.dtype),
-                device=self.device,
+                torch_dtype(entry.dtype),
+                self.device,
             )
             for field, entry in type_.fields
         }
@@ -98,6 +99,14 @@ class Storage:
                 torch.from_numpy(np.ascontiguousarray(sin)).to(self.device),
             )
         return self._tables[key]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU by calloc, so that only pages that are used take memory and time."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def _most(name: str, limits: Mapping[str, int]) -> int:
