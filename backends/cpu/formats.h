@@ -7,7 +7,6 @@
 #pragma once
 #include <type_traits>
 
-#include "dot.h"
 #include "simd.h"
 
 namespace mi {
@@ -27,7 +26,6 @@ struct BlockFormat {
     static constexpr i64 side_bytes = 16 * sizeof(Scale);
     static constexpr i64 codes_at = side_bytes * (kHasOffset ? 2 : 1);
     static constexpr i64 block_bytes = codes_at + 16 * 32 * kBits / 8;
-    using Dot = std::conditional_t<kBits == 4, DotU4, DotI8>;
 
     static f32x16 scale(const uint8_t* block) {
         return load16_scale(reinterpret_cast<const Scale*>(block));

@@ -1,4 +1,5 @@
 // Linears with quantized weights and int8 activations (see quantize.h): integer dot products.
+#include "dot.h"
 #include "formats.h"
 #include "linear.h"
 
@@ -28,30 +29,17 @@ inline void tile(const LinearArgs& l, const Activations& x, const uint8_t* panel
         const uint8_t* block = panel_data + g * F::block_bytes;
         const uint8_t* w = block + F::codes_at;
         for (i64 line = 0; line < F::block_bytes; line += 64) MI_PREFETCH(block + kAheadBytes + line);
-        typename F::Dot dots[R];
-        if constexpr (F::bits == 4) {
-#pragma GCC unroll 4
-            for (int c = 0; c < 4; ++c) {
-                const u8x64 both = load_u8x64(w + 64 * c);
-                const u8x64 low = low_nibbles(both), high = high_nibbles(both);
-                for (int r = 0; r < R; ++r) dots[r].step(low, codes + r * stride + 4 * c);
-                for (int r = 0; r < R; ++r) dots[r].step(high, codes + r * stride + 16 + 4 * c);
-            }
-        } else {
-#pragma GCC unroll 8
-            for (int c = 0; c < 8; ++c) {
-                const u8x64 eight = load_u8x64(w + 64 * c);
-                for (int r = 0; r < R; ++r) dots[r].step(eight, codes + r * stride + 4 * c);
-            }
-        }
+        const i64 first = m * x.blocks + g;
+        i32x16 dots[R];
+        if constexpr (F::bits == 4) dot_u4<R>(w, codes, stride, dots);
+        else dot_i8<R>(w, codes, stride, x.sums + first, x.blocks, dots);
         const f32x16 scale = F::scale(block);
         for (int r = 0; r < R; ++r) {
-            const i64 at = (m + r) * x.blocks + g;
+            const i64 at = first + r * x.blocks;
             const int sum = x.sums[at];
             const f32x16 scale_x = set16(x.scales[at]);
-            i32x16 whole = dots[r].finish(sum);
-            if (F::zero) whole = whole - set16i(F::zero * sum);
-            acc[r] = fma16(to_float(whole), scale * scale_x, acc[r]);
+            if (F::zero) dots[r] = dots[r] - set16i(F::zero * sum);
+            acc[r] = fma16(to_float(dots[r]), scale * scale_x, acc[r]);
             if (F::has_offset)
                 acc[r] = fma16(F::offset(block), set16(x.scales[at] * static_cast<float>(sum)), acc[r]);
         }

@@ -29,6 +29,7 @@
 
 // Inline all calls in a function's body.
 #define MI_FLATTEN __attribute__((flatten))
+#define MI_INLINE inline __attribute__((always_inline))
 
 namespace mi {
 
