@@ -136,7 +136,7 @@ class Dim:
         return total
 
     def bounds(self, limits: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-        """Smallest and largest value within inclusive bounds of the symbols (interval arithmetic)."""
+        """Smallest and largest value within inclusive bounds of the symbols (by intervals)."""
         low = high = self.constant
         for atom, coefficient in self.terms:
             if isinstance(atom, str):

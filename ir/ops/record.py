@@ -25,6 +25,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Attrs = Mapping[str, Attr]
 Infer = Callable[[Sequence[Type], Attrs], tuple[Type, ...]]
 Count = Callable[["Sizes"], int]
+ShardRule = Callable[[Sequence[Type], Attrs], str]
 
 ELEMENTWISE = "elementwise"  # result element i depends on operand elements i only
 VIEW = "view"  # moves no number: may cost nothing
@@ -98,7 +99,8 @@ class OpDef:
         reference: numpy function: float32 arrays (and integer arrays) in and out.
         flops: floating-point operations at concrete sizes.
         bytes: compulsory memory traffic at concrete sizes.
-        shard: sharding rule in named dims (see `ir.sharding`).
+        shard: sharding rule in named dims (see `ir.sharding`), or what makes one from operand types
+            and complete attributes.
         traits: properties that passes ask for.
     """
 
@@ -109,12 +111,16 @@ class OpDef:
     reference: Callable[..., Any]
     flops: Count
     bytes: Count
-    shard: str
+    shard: str | ShardRule
     traits: frozenset[str]
 
     def has(self, trait: str) -> bool:
         """Whether the op has a trait."""
         return trait in self.traits
+
+    def shard_rule(self, operands: Sequence[Type], attrs: Attrs) -> str:
+        """The sharding rule as text, "" where there is none; ``attrs`` are complete."""
+        return self.shard if isinstance(self.shard, str) else self.shard(operands, attrs)
 
     def complete(self, attrs: Attrs) -> dict[str, Attr]:
         """Attributes with defaults filled in.
@@ -172,7 +178,7 @@ def op(
     infer: Infer,
     flops: Count = _no_flops,
     bytes: Count = _default_bytes,
-    shard: str = "",
+    shard: str | ShardRule = "",
     traits: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register an op; the decorated function is its numpy reference.
@@ -304,6 +310,7 @@ __all__ = [
     "Dim",
     "Graph",
     "OpDef",
+    "ShardRule",
     "Sizes",
     "StateType",
     "infer_types",

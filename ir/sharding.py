@@ -1,0 +1,534 @@
+"""Propagation of shardings: what each op makes of how its operands lie over the mesh.
+
+Every op carries a rule in named dims, one term per operand, then one per result::
+
+    ... K+, N K+, N -> ... N        linear
+    T! H D!, {H D!}, ... -> ...     attention; braces stand for every field of a state
+
+- Dims of the same name are sharded alike; a dim of size 1 may stay whole, it broadcasts.
+- ``...`` stands for all leading dims, named from the right, so that they align by broadcasting.
+- ``D!`` must be whole. So must a dim that the results lack, unless it is contracted:
+- ``K+`` is contracted: where it is sharded, the results are pending sums ("partial").
+- ``; sums 0 | 1 2`` names the operands that let a pending sum through: operand 0 alone, or 1 and
+  2 together; ``sums all`` needs every operand pending over the same axis.
+- ``...=`` is short for an elementwise op of any number of operands, ``...=+`` adds ``; sums all``.
+- A rule of the form ``partial => dim`` is a collective over the axis named by the attribute
+  ``axis``: ``partial``, ``whole``, or the attribute that holds the number of the sharded dim.
+- No rule at all lets only whole operands through.
+
+Axes of the mesh are looked at one by one; they do not interact.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from metainfer.ir.dims import Dim, dim
+from metainfer.ir.dtypes import Block
+from metainfer.ir.errors import TypeMismatch
+from metainfer.ir.graph import Attr, Op
+from metainfer.ir.ops.record import VIEW, OpDef, op_def
+from metainfer.ir.types import PARTIAL, Mesh, Sharding, StateType, TensorType, Type
+
+WHOLE = "whole"
+_DIM = re.compile(r"(?P<name>\w+)(?P<mark>[!+]?)")
+_COLLECTIVE = re.compile(r"(?P<source>\w+) => (?P<target>\w+)")
+
+
+@dataclass(frozen=True)
+class NamedDim:
+    """One dim of a term.
+
+    Attributes:
+        name: dims of equal names are sharded alike.
+        whole: never sharded ("!").
+        contracted: summed over ("+").
+    """
+
+    name: str
+    whole: bool = False
+    contracted: bool = False
+
+
+@dataclass(frozen=True)
+class Term:
+    """The dims of one operand or result.
+
+    Attributes:
+        dims: the trailing dims that have names.
+        leading: whether any number of dims comes before them ("...").
+    """
+
+    dims: tuple[NamedDim, ...]
+    leading: bool = False
+
+    def labels(self, rank: int) -> tuple[NamedDim, ...]:
+        """A name for each dim of a tensor.
+
+        Raises: ValueError if the rank does not fit, a fault of the rule.
+        """
+        extra = rank - len(self.dims)
+        if extra < 0 or (extra and not self.leading):
+            raise ValueError(f"a term of {len(self.dims)} dims for a tensor of rank {rank}")
+        return (*(NamedDim(f"...{extra - i}") for i in range(extra)), *self.dims)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A parsed rule.
+
+    Attributes:
+        text: as written.
+        operands: one term per operand; trailing optional operands may be absent.
+        results: one term per result.
+        sums: sets of operands through which a pending sum passes.
+        sums_all: whether it passes through all operands together.
+        elementwise: whether the terms are "..." for any number of operands.
+    """
+
+    text: str
+    operands: tuple[Term, ...] = ()
+    results: tuple[Term, ...] = ()
+    sums: tuple[frozenset[int], ...] = ()
+    sums_all: bool = False
+    elementwise: bool = False
+
+    def operand(self, index: int) -> Term:
+        """Term of an operand."""
+        return Term((), leading=True) if self.elementwise else self.operands[index]
+
+    def result(self, index: int) -> Term:
+        """Term of a result."""
+        return Term((), leading=True) if self.elementwise else self.results[index]
+
+    def passes(self, pending: frozenset[int], count: int) -> bool:
+        """Whether sums pending in exactly these of ``count`` operands pass through."""
+        return pending in self.sums or (self.sums_all and len(pending) == count)
+
+
+@lru_cache(maxsize=1024)
+def parse_rule(text: str) -> Rule:
+    """Read a rule.
+
+    Raises: ValueError if it is malformed, a fault of the op's record.
+    """
+    if text in ("...=", "...=+"):
+        return Rule(text, sums_all=text.endswith("+"), elementwise=True)
+    body, _, sums = text.partition(";")
+    elementwise = body.strip() == "...="
+    if not elementwise and body.count("->") != 1:
+        raise ValueError(f"malformed sharding rule {text!r}")
+    left, _, right = body.partition("->")
+    operands = () if elementwise else tuple(_term(t, text) for t in _listed(left))
+    results = () if elementwise else tuple(_term(t, text) for t in _listed(right))
+    words = sums.split()
+    if words and words[0] != "sums":
+        raise ValueError(f"malformed sharding rule {text!r}")
+    if words[1:] == ["all"]:
+        return Rule(text, operands, results, sums_all=True, elementwise=elementwise)
+    groups = " ".join(words[1:]).split("|") if words else []
+    passing = tuple(frozenset(int(n) for n in group.split()) for group in groups)
+    return Rule(text, operands, results, passing, elementwise=elementwise)
+
+
+def _listed(side: str) -> list[str]:
+    return side.split(",") if side.strip() else []
+
+
+def _term(text: str, whole: str) -> Term:
+    words = text.strip().removeprefix("{").removesuffix("}").split()
+    leading = words[:1] == ["..."]
+    dims = []
+    for word in words[1:] if leading else words:
+        match = _DIM.fullmatch(word)
+        if match is None:
+            raise ValueError(f"malformed dim {word!r} in the sharding rule {whole!r}")
+        dims.append(NamedDim(match["name"], match["mark"] == "!", match["mark"] == "+"))
+    return Term(tuple(dims), leading)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor operand, or one field of a state operand, with the names of its dims."""
+
+    index: int
+    name: str
+    type: TensorType
+    labels: tuple[NamedDim, ...]
+
+    def at(self, axis: str) -> NamedDim | None:
+        """The dim that is sharded over an axis."""
+        place = self.type.sharding.placement(axis)
+        return self.labels[place] if isinstance(place, int) else None
+
+    def is_pending(self, axis: str) -> bool:
+        return self.type.sharding.placement(axis) == PARTIAL
+
+    def place_of(self, name: str) -> int | None:
+        """Number of the dim of that name, None where it is absent or of size 1."""
+        for place, label in enumerate(self.labels):
+            if label.name == name and self.type.shape[place] != dim(1):
+                return place
+        return None
+
+
+def propagate(
+    name: str,
+    operands: Sequence[Type],
+    attrs: Mapping[str, Attr],
+    results: Sequence[Type],
+    mesh: Mesh | None = None,
+) -> tuple[Type, ...]:
+    """Result types with the shardings that the operands' shardings give.
+
+    Args:
+        name: of the op.
+        operands: operand types with their shardings.
+        attrs: attributes of the op.
+        results: result types; their shardings are replaced. A state's fields keep theirs, which are
+            those of the operand that the state came from.
+        mesh: if given, sharded sizes must divide by its axes.
+
+    Raises: TypeMismatch naming the op, the operand, the axis and the rule.
+    """
+    if not _is_sharded(operands):
+        return tuple(_with_sharding(r, {}) for r in results)
+    record = op_def(name)
+    complete = record.complete(attrs)
+    rule_text = record.shard_rule(operands, complete)
+    collective = _COLLECTIVE.fullmatch(rule_text)
+    if collective:
+        made = _collective(record, collective, operands, complete, results, mesh)
+    else:
+        made = _by_rule(record, rule_text, operands, results)
+    if mesh is not None:
+        for type_ in (*operands, *made):
+            check_divides(type_, mesh)
+    return made
+
+
+def check_sharding(op: Op, mesh: Mesh | None = None) -> None:
+    """Check that declared shardings of an op's results are those that its operands give.
+
+    Raises: TypeMismatch naming the op, the operand, the axis and the rule.
+    """
+    types = [v.type for v in op.operands]
+    declared = [v.type for v in op.results]
+    if not _is_sharded(types) and not _is_sharded(declared):
+        return
+    for value, wanted in zip(
+        op.results, propagate(op.name, types, op.attr, declared, mesh), strict=True
+    ):
+        if value.type != wanted:
+            raise TypeMismatch(
+                f"{op.name}: the result {value.name} lies {_described(wanted)}, "
+                f"declared {_described(value.type)}",
+                advice=_rule_of(op_def(op.name), types, op.attr),
+            )
+
+
+def _is_sharded(types: Sequence[Type]) -> bool:
+    return any(part.sharding.axes for type_ in types for _, part in _parts(type_))
+
+
+def _parts(type_: Type) -> Iterator[tuple[str, TensorType]]:
+    """The tensor itself, or the fields of a state."""
+    if isinstance(type_, TensorType):
+        yield "", type_
+        return
+    yield from type_.fields
+
+
+def _with_sharding(type_: Type, placements: Mapping[str, int | str]) -> Type:
+    if isinstance(type_, StateType):
+        return type_
+    return replace(type_, sharding=Sharding.of(placements))
+
+
+def _described(type_: Type) -> str:
+    if isinstance(type_, StateType):
+        return f"as {type_}"
+    return f"@ {type_.sharding}" if type_.sharding.axes else "whole on every rank"
+
+
+def _rule_of(record: OpDef, operands: Sequence[Type], attrs: Mapping[str, Attr]) -> str:
+    text = record.shard_rule(operands, record.complete(attrs))
+    return f'rule of {record.name}: "{text}"' if text else f"{record.name} has no sharding rule"
+
+
+def _by_rule(
+    record: OpDef, rule_text: str, operands: Sequence[Type], results: Sequence[Type]
+) -> tuple[Type, ...]:
+    rule = parse_rule(rule_text) if rule_text else None
+    slots = _slots(record, rule, operands)
+    placements: list[dict[str, int | str]] = [{} for _ in results]
+    axes = sorted({axis for slot in slots for axis, _ in slot.type.sharding.axes})
+    for axis in axes:
+        if rule is None:
+            raise _no_rule(record, axis, slots)
+        found = _AxisRule(record, rule, axis, slots, len(operands)).placement()
+        for index, result in enumerate(results):
+            if isinstance(result, StateType):
+                continue
+            place = _result_place(rule, index, result, found)
+            if place is not None:
+                placements[index][axis] = place
+    return tuple(_with_sharding(r, p) for r, p in zip(results, placements, strict=True))
+
+
+def _no_rule(record: OpDef, axis: str, slots: Sequence[_Slot]) -> TypeMismatch:
+    bad = next(s for s in slots if s.type.sharding.placement(axis) is not None)
+    return TypeMismatch(
+        f"{record.name} takes no sharded operands, {bad.name} is {bad.type}",
+        advice=f"make it whole over {axis} first, by an all_gather or an all_reduce",
+    )
+
+
+def _slots(record: OpDef, rule: Rule | None, operands: Sequence[Type]) -> list[_Slot]:
+    slots = []
+    for index, type_ in enumerate(operands):
+        spec = record.operands[min(index, len(record.operands) - 1)]
+        name = f"{spec.name}[{index}]" if spec.variadic else spec.name
+        for field, part in _parts(type_):
+            _check_places(record, name, part)
+            labels = rule.operand(index).labels(part.rank) if rule else ()
+            slots.append(_Slot(index, f"{name}.{field}" if field else name, part, labels))
+    return slots
+
+
+def _check_places(record: OpDef, name: str, type_: TensorType) -> None:
+    for axis, place in type_.sharding.axes:
+        if isinstance(place, int) and not 0 <= place < type_.rank:
+            raise TypeMismatch(
+                f"{record.name}: {name} is sharded over {axis} in dim {place} of {type_.rank}"
+            )
+
+
+def _result_place(
+    rule: Rule, index: int, result: TensorType, found: NamedDim | str | None
+) -> int | str | None:
+    if not isinstance(found, NamedDim):
+        return found
+    if found.contracted:
+        return PARTIAL
+    names = [label.name for label in rule.result(index).labels(result.rank)]
+    return names.index(found.name)
+
+
+@dataclass(frozen=True)
+class _AxisRule:
+    """A rule applied over one axis of the mesh."""
+
+    record: OpDef
+    rule: Rule
+    axis: str
+    slots: Sequence[_Slot]
+    count: int
+
+    def placement(self) -> NamedDim | str | None:
+        """The name that is sharded, PARTIAL, or None where all operands are whole.
+
+        Raises: TypeMismatch if the operands do not fit together.
+        """
+        pending = [s for s in self.slots if s.is_pending(self.axis)]
+        sharded = [(s, label) for s in self.slots if (label := s.at(self.axis))]
+        if pending:
+            return self._pending(pending, bool(sharded))
+        if not sharded:
+            return None
+        first, label = sharded[0]
+        for slot, other in sharded:
+            if other.whole or not (other.contracted or self._is_kept(other)):
+                raise self._error(slot, f"must be whole in dim {other.name}", "all_gather")
+            if other.name != label.name:
+                raise self._error(
+                    slot, f"is sharded in dim {other.name}, {first.name} in {label.name}", ""
+                )
+        for slot in self.slots:
+            self._check_agrees(slot, first, label)
+        return label
+
+    def _pending(self, pending: Sequence[_Slot], meets_sharded: bool) -> str:
+        indices = frozenset(s.index for s in pending)
+        if not meets_sharded and self.rule.passes(indices, self.count):
+            return PARTIAL
+        names = " and ".join(s.name for s in pending)
+        raise TypeMismatch(
+            f"a pending sum over {self.axis} reaches {self.record.name}: an all_reduce is missing",
+            text=f"{names}: {pending[0].type}",
+            advice=self._advice("insert all_reduce (or reduce_scatter)"),
+        )
+
+    def _is_kept(self, label: NamedDim) -> bool:
+        if self.rule.elementwise or label.name.startswith("..."):
+            return True
+        return all(label.name in [d.name for d in term.dims] for term in self.rule.results)
+
+    def _check_agrees(self, slot: _Slot, first: _Slot, label: NamedDim) -> None:
+        at = slot.at(self.axis)
+        if at is not None:
+            return
+        if slot.place_of(label.name) is not None:
+            raise self._error(
+                slot, f"holds all of dim {label.name}, {first.name} is sharded in it", "take_shard"
+            )
+        if label.contracted and not any(d.name == label.name for d in slot.labels):
+            raise self._error(
+                slot, f"would be added once per rank, since {first.name} makes a pending sum", ""
+            )
+
+    def _error(self, slot: _Slot, what: str, remedy: str) -> TypeMismatch:
+        return TypeMismatch(
+            f"{self.record.name}: {slot.name} {what}, over axis {self.axis}",
+            text=f"{slot.name}: {slot.type}",
+            advice=self._advice(f"insert {remedy}" if remedy else ""),
+        )
+
+    def _advice(self, remedy: str) -> str:
+        rule = f'rule of {self.record.name}: "{self.rule.text}"'
+        return f"{remedy} over {self.axis}; {rule}" if remedy else rule
+
+
+def _collective(
+    record: OpDef,
+    match: re.Match[str],
+    operands: Sequence[Type],
+    attrs: Mapping[str, Attr],
+    results: Sequence[Type],
+    mesh: Mesh | None,
+) -> tuple[Type, ...]:
+    axis = str(attrs["axis"])
+    (x,) = operands
+    if not isinstance(x, TensorType):
+        raise TypeMismatch(f"{record.name} of a state")
+    wanted, target = (_placement(match[k], attrs, x.rank) for k in ("source", "target"))
+    placements = dict(x.sharding.axes)
+    actual = placements.pop(axis, None)
+    if actual != wanted:
+        raise TypeMismatch(
+            f"{record.name} over {axis} takes an operand that is {_placed(wanted)}, "
+            f"this one is {_placed(actual)}: {x}"
+        )
+    for place in (wanted, target):
+        _check_innermost(record, axis, place, placements, mesh)
+    if target is not None:
+        placements[axis] = target
+    return tuple(_with_sharding(r, placements) for r in results)
+
+
+def _placement(word: str, attrs: Mapping[str, Attr], rank: int) -> int | str | None:
+    if word == WHOLE:
+        return None
+    if word == PARTIAL:
+        return PARTIAL
+    place = attrs[word]
+    if not isinstance(place, int) or not 0 <= place < rank:
+        raise TypeMismatch(f"{word} = {place} is no dim of a tensor of rank {rank}")
+    return place
+
+
+def _placed(place: int | str | None) -> str:
+    if place is None:
+        return "whole"
+    return "a pending sum" if place == PARTIAL else f"sharded in dim {place}"
+
+
+def _check_innermost(
+    record: OpDef,
+    axis: str,
+    place: int | str | None,
+    others: Mapping[str, int | str],
+    mesh: Mesh | None,
+) -> None:
+    """Of several axes that shard one dim, only the innermost may change alone."""
+    if not isinstance(place, int):
+        return
+    order = [name for name, _ in mesh.axes] if mesh else []
+    for other, at in others.items():
+        if at != place:
+            continue
+        if axis not in order or other not in order or order.index(other) > order.index(axis):
+            raise TypeMismatch(
+                f"{record.name} over {axis}: dim {place} is sharded over {other} too",
+                advice="the mesh must say that it is the outer axis; handle inner axes first",
+            )
+
+
+def check_divides(type_: Type, mesh: Mesh) -> None:
+    """Check that every sharded size is a multiple of the ranks that share it.
+
+    Symbolic sizes pass: they are padded when they are bound. Blocks of a format must stay whole.
+
+    Raises: TypeMismatch naming the size and the axis.
+    """
+    for _, part in _parts(type_):
+        for place in {p for _, p in part.sharding.axes if isinstance(p, int)}:
+            ranks = _ranks(part, place, mesh)
+            size = part.shape[place]
+            if size.is_static and size.static % ranks:
+                raise TypeMismatch(
+                    f"dim {place} of {part} does not divide by {ranks} ranks of {mesh}",
+                    advice="pad the size, or leave the dim whole",
+                )
+            block = _block_extent(part, place)
+            if block and size.is_static and size.static // ranks % block:
+                raise TypeMismatch(
+                    f"{ranks} ranks of {mesh} cut blocks of {block} in dim {place} of {part}",
+                    advice="refine the scales, or leave the dim whole",
+                )
+
+
+def _ranks(type_: TensorType, place: int, mesh: Mesh) -> int:
+    sizes = dict(mesh.axes)
+    ranks = 1
+    for axis, at in type_.sharding.axes:
+        if axis not in sizes:
+            raise TypeMismatch(f"{type_} names the axis {axis}, the mesh is {mesh}")
+        ranks *= sizes[axis] if at == place else 1
+    return ranks
+
+
+def _block_extent(type_: TensorType, place: int) -> int:
+    if not isinstance(type_.dtype, Block):
+        return 0
+    tail = place - (type_.rank - len(type_.dtype.block))
+    return type_.dtype.block[tail] if tail >= 0 else 0
+
+
+def local_type(type_: TensorType, mesh: Mesh) -> TensorType:
+    """The part of a tensor that one rank holds, as a plain type.
+
+    Raises: TypeMismatch if a sharded size does not divide.
+    """
+    check_divides(type_, mesh)
+    shape = tuple(_local_size(type_, i, mesh) for i in range(type_.rank))
+    return replace(type_, shape=shape, sharding=Sharding())
+
+
+def _local_size(type_: TensorType, place: int, mesh: Mesh) -> Dim:
+    return type_.shape[place].ceildiv(_ranks(type_, place, mesh))
+
+
+def local_attrs(
+    name: str, attrs: Mapping[str, Attr], results: Sequence[Type], mesh: Mesh
+) -> dict[str, Attr]:
+    """Attributes of an op as one rank runs it: the ``shape`` of a view is that of its part."""
+    found = dict(attrs)
+    first = results[0]
+    if op_def(name).has(VIEW) and "shape" in found and isinstance(first, TensorType):
+        found["shape"] = local_type(first, mesh).shape
+    return found
+
+
+__all__ = [
+    "NamedDim",
+    "Rule",
+    "Term",
+    "check_divides",
+    "check_sharding",
+    "local_attrs",
+    "local_type",
+    "parse_rule",
+    "propagate",
+]
