@@ -1,0 +1,317 @@
+"""The engine: prompts in, answers out; requests of any lengths share the steps of one runner."""
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from metainfer.ir.errors import MetainferError
+from metainfer.runtime.chat import Message, encode_chat
+from metainfer.runtime.requests import Clock, Completion, Piece, Request
+from metainfer.runtime.runner import StepRunner
+from metainfer.runtime.sampling import SamplingParams, sample
+from metainfer.runtime.scheduler import Batch, Capacity, Scheduler, build_step
+from metainfer.runtime.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Counters:
+    """Sums over all steps so far, by phase. Units: wall-clock microseconds.
+
+    Attributes:
+        prefill_steps: steps of the prefill phase.
+        prefill_tokens: prompt tokens computed; all of them, none comes from a cache.
+        prefill_us: time of these steps, sampling included.
+        decode_steps: steps of the decode phase.
+        decode_tokens: tokens that decode steps generated.
+        decode_us: time of these steps, sampling included.
+    """
+
+    prefill_steps: int = 0
+    prefill_tokens: int = 0
+    prefill_us: float = 0.0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    decode_us: float = 0.0
+
+    def add(self, batch: Batch, duration_us: float) -> None:
+        """Count a step."""
+        if batch.phase == "prefill":
+            self.prefill_steps += 1
+            self.prefill_tokens += batch.num_tokens
+            self.prefill_us += duration_us
+        else:
+            self.decode_steps += 1
+            self.decode_tokens += batch.num_tokens
+            self.decode_us += duration_us
+
+
+class Engine:
+    """Generates text with continuous batching; `scheduler` states the policy.
+
+    An answer depends on its prompt, its parameters and its seed alone, as far as the runner's rows
+    do not depend on each other. Not safe for use by several threads at once.
+
+    Attributes:
+        runner: executes the steps.
+        tokenizer: for texts; None if prompts are ids.
+        end_ids: tokens that end an answer.
+        counters: sums over all steps.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        tokenizer: Tokenizer | None = None,
+        *,
+        end_ids: Collection[int] | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """Make an engine without requests.
+
+        Args:
+            runner: executes the steps.
+            tokenizer: of the model.
+            end_ids: tokens that end an answer; None takes the tokenizer's, () runs to max_tokens.
+            clock: seconds, ever growing.
+
+        Raises: CapacityError if the runner has no pages.
+        """
+        default = tokenizer.eos_ids if tokenizer is not None else ()
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.end_ids = frozenset(default if end_ids is None else end_ids)
+        self.counters = Counters()
+        self._clock = clock
+        self._scheduler = Scheduler(runner)
+        self._num_requests = 0
+
+    @property
+    def plan_hash(self) -> str:
+        """Hash of the plan that runs."""
+        return self.runner.plan_hash
+
+    @property
+    def capacity(self) -> Capacity:
+        """What fits into the states at once."""
+        return self._scheduler.capacity
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return self._scheduler.has_work
+
+    # --- whole answers ---------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answer prompts, in their order.
+
+        Args:
+            prompts: texts or lists of ids.
+            params: for all prompts, or one for each; None is greedy.
+
+        Raises: MetainferError if a prompt or its parameters do not fit, before anything runs;
+            CapacityError if a request can never fit; what the runner raises.
+        """
+        requests = self._requests(prompts, SamplingParams() if params is None else params)
+        try:
+            for request in requests:
+                self._scheduler.submit(request)
+            while not all(r.is_done for r in requests):
+                self._advance(requests)
+        finally:
+            for request in requests:
+                self.cancel(request)
+        return [r.completion(self.plan_hash) for r in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Answer one prompt piece by piece; the last piece has the completion.
+
+        The request is queued when the first piece is asked for, and dropped when the iterator is
+        closed. Several streams of one engine share its steps.
+
+        Raises: MetainferError and CapacityError as `generate`.
+        """
+        request = self._request(prompt, params or SamplingParams())
+        return self._pieces(request)
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """Answer a chat.
+
+        Raises: MetainferError if there is no tokenizer or the template refuses the messages;
+            otherwise as `generate`.
+        """
+        return self.generate([self._chat_ids(messages)], params or SamplingParams())[0]
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[Piece]:
+        """Answer a chat piece by piece. Raises: MetainferError as `chat` and `stream`."""
+        return self.stream(self._chat_ids(messages), params)
+
+    # --- step by step ----------------------------------------------------------------------------
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Queue a request; `step` moves it, ``request.take()`` gives what is new.
+
+        Raises: MetainferError and CapacityError as `generate`.
+        """
+        request = self._request(prompt, params or SamplingParams())
+        self._scheduler.submit(request)
+        return request
+
+    def step(self) -> tuple[Request, ...]:
+        """Run one step and return the requests that got a token.
+
+        Raises: whatever the step raised. Its requests have it as their ``error`` and their pages
+            are free; all others are untouched and go on with the next step.
+        """
+        batch = self._scheduler.next_batch()
+        return () if batch is None else self._execute(batch)
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request and free its pages; one that is done is left as it is."""
+        request.is_cancelled = not request.is_done or request.is_cancelled
+        self._scheduler.remove(request)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _execute(self, batch: Batch) -> tuple[Request, ...]:
+        began = self._clock()
+        try:
+            sampled = self._run(batch)
+        except BaseException as error:
+            for chunk in batch.chunks:
+                self._fail(chunk.request, error)
+            raise
+        for request in sampled:
+            if request.is_done:
+                self._scheduler.remove(request)
+        self.counters.add(batch, (self._clock() - began) * 1e6)
+        return sampled
+
+    def _run(self, batch: Batch) -> tuple[Request, ...]:
+        tokens, step = build_step(batch, self._scheduler.pages)
+        for chunk in batch.chunks:
+            chunk.request.start()
+        logits = self.runner.run(batch.phase, tokens, step)
+        sampled = tuple(c.request for c in batch.chunks if c.is_sampled)
+        for chunk in batch.chunks:
+            chunk.request.computed = chunk.end
+        if not sampled:
+            return ()
+        wanted = (len(sampled), self.runner.vocab_size)
+        if logits.shape != wanted:
+            raise MetainferError(
+                f"the runner returned logits of shape {list(logits.shape)}, wanted {list(wanted)}",
+                origin=f"{batch.phase} step of plan {self.plan_hash}",
+            )
+        ids = sample(logits, [r.params for r in sampled], [r.generator for r in sampled])
+        for request, token in zip(sampled, ids.tolist(), strict=True):
+            request.accept(token, self.end_ids)
+        return sampled
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        # A request can have ended in this very step, before another one failed.
+        if request.finish_reason is None:
+            request.error = error
+        self._scheduler.remove(request)
+
+    def _advance(self, own: Sequence[Request]) -> None:
+        """Run a step; raise what ended one of these requests, in this step or an earlier one."""
+        failed = next((r.error for r in own if r.error is not None), None)
+        if failed is not None:
+            raise failed
+        batch = self._scheduler.next_batch()
+        assert batch is not None
+        try:
+            self._execute(batch)
+        except Exception:
+            # A step of other requests alone: whoever waits for those meets their error.
+            if any(r.error is not None for r in own):
+                raise
+
+    def _pieces(self, request: Request) -> Iterator[Piece]:
+        try:
+            self._scheduler.submit(request)
+            while True:
+                text, tokens = request.take()
+                if request.finish_reason is not None:
+                    yield Piece(text, tokens, request.completion(self.plan_hash))
+                    return
+                if tokens:
+                    yield Piece(text, tokens)
+                    continue
+                self._advance([request])
+        finally:
+            self.cancel(request)
+
+    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        if self.tokenizer is None:
+            raise MetainferError(
+                "a chat needs a tokenizer", advice="give the engine the model's tokenizer"
+            )
+        return encode_chat(self.tokenizer, messages)
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        if isinstance(prompts, str) or any(isinstance(p, int | np.integer) for p in prompts):
+            raise MetainferError(
+                "one prompt was given where a list of prompts is wanted",
+                text=repr(prompts)[:80],
+                advice="write generate([prompt])",
+            )
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise MetainferError(
+                f"{len(each)} SamplingParams for {len(prompts)} prompts",
+                advice="give one for each prompt, or a single one for all",
+            )
+        return [self._request(p, q) for p, q in zip(prompts, each, strict=True)]
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if params.stop and self.tokenizer is None:
+            raise MetainferError(
+                f"stop texts {list(params.stop)} without a tokenizer",
+                advice="give the engine the model's tokenizer, or end_ids",
+            )
+        tokens = self._ids(prompt)
+        self._num_requests += 1
+        request = Request(self._num_requests, tokens, params, self.tokenizer, self._clock)
+        self._scheduler.check(request)
+        return request
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise MetainferError(
+                    "the prompt is a text, but there is no tokenizer",
+                    text=repr(prompt)[:80],
+                    advice="give a list of ids, or give the engine the model's tokenizer",
+                )
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = list(prompt)
+        if not tokens:
+            raise MetainferError(
+                "the prompt is empty: it has no token", advice="give at least one token"
+            )
+        return [self._checked(token, place) for place, token in enumerate(tokens)]
+
+    def _checked(self, token: object, place: int) -> int:
+        size = self.runner.vocab_size
+        if isinstance(token, int | np.integer) and 0 <= token < size:
+            return int(token)
+        raise MetainferError(
+            f"token {place} of the prompt is {token!r}, outside the vocabulary of {size} ids",
+            advice=f"ids are whole numbers from 0 to {size - 1}; check that the tokenizer is "
+            "the model's",
+        )

@@ -1,0 +1,40 @@
+"""What the engine needs of whatever executes a plan."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+
+class StepRunner(Protocol):
+    """Executes steps of a language model and keeps its paged states.
+
+    Attributes:
+        max_tokens: largest step of the prefill phase.
+        max_sequences: largest number of sequences in a step.
+        max_context: longest sequence, in tokens of its state.
+        page_size: tokens per page.
+        num_pages: physical pages; page 0 is the null page, where padded rows write.
+        vocab_size: columns of the logits.
+        plan_hash: of the plan that is executed.
+    """
+
+    max_tokens: int
+    max_sequences: int
+    max_context: int
+    page_size: int
+    num_pages: int
+    vocab_size: int
+    plan_hash: str
+
+    def run(self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Execute one step; the logits are valid until the next one.
+
+        Args:
+            phase: "prefill" or "decode".
+            tokens: ids of the step's tokens.
+            step: fields of `metainfer.ir.step`, int32.
+
+        Shapes: tokens int32 [T] -> logits float32 [R, V].
+        """
+        ...
