@@ -293,7 +293,7 @@ def _run_phase(
 ) -> tuple[Module, tuple[Timing, ...], Report]:
     report = Report(list(given.report.decisions))
     target = Target(
-        given.machine, strategy, given.options, given.backends.kernels, CostModel(), report
+        given.machine, strategy, given.options, given.backends.kernels, CostModel(given.backends.layouts), report
     )
     bounded = _bounded(module, strategy)
     check = pass_checker(bounded, strategy.activations) if given.interpreted else None

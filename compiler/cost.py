@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from metainfer.backends.kernel import Cost, Kernel
+from metainfer.backends.layout import LayoutRegistry
 from metainfer.hardware.device import Device
 from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import HardwareError
@@ -18,7 +19,13 @@ from metainfer.ir.types import StateType, TensorType
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicts how long a group takes on a device."""
+    """Predicts how long a group takes on a device.
+
+    Attributes:
+        layouts: to know how wide a packed weight is; a layout may widen what it holds.
+    """
+
+    layouts: LayoutRegistry
 
     def kernel(
         self, kernel: Kernel, op: Op, device: Device, env: Mapping[str, int], waste: float = 0.0
@@ -33,6 +40,7 @@ class CostModel:
             waste: extra work of repairs, as a fraction.
         """
         flops, compulsory = work_of(op, env)
+        compulsory += self._widening(kernel, op)
         moved = compulsory * (1.0 + kernel.extra_bytes + waste)
         rate, basis = self._rate(kernel, op, device)
         memory = moved / (device.memory_bandwidth.sustained * kernel.efficiency.memory)
@@ -42,6 +50,17 @@ class CostModel:
         if launch > max(memory, compute):
             bound = "latency"
         return Cost(max(memory, compute) + launch, flops, int(moved), bound, basis)
+
+    def _widening(self, kernel: Kernel, op: Op) -> int:
+        """Bytes that the kernel's packings read beyond the weights' own formats."""
+        if op.name == "embedding" or not kernel.layouts:
+            return 0  # only the rows looked up are read
+        extra = 0
+        for position, name in kernel.layouts.items():
+            if name and position < len(op.operands):
+                type_ = op.operands[position].tensor
+                extra += self.layouts.get(name).num_bytes(type_) - type_.bytes_at({})
+        return extra
 
     def roofline(self, op: Op, device: Device, env: Mapping[str, int]) -> Cost:
         """What no kernel can beat: the device's sustained rates and no launch."""

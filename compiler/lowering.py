@@ -272,8 +272,21 @@ def target_name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+# Results whose size or value is known only when the program runs.
+_DATA_DEPENDENT = frozenset(
+    f"aten.{name}"
+    for name in ("nonzero", "masked_select", "_unique2", "unique_dim", "item", "_local_scalar_dense")
+)
+
+
 def unknown_op(name: str) -> Unsupported:
     """The error for an op that no table knows."""
+    if name in _DATA_DEPENDENT:
+        return Unsupported(
+            f"the result of {name} depends on data, so its size is not known when compiling",
+            advice="pad to a fixed size, choose with torch.where, or call a structured op of "
+            "metainfer.models.functional",
+        )
     return Unsupported(
         f"the compiler does not know {name}",
         advice="write the line with known ops, or add the op: a record in ir/ops/ and one line "

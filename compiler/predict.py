@@ -49,7 +49,7 @@ def predict(
 def _step(
     module: Module, device: Device, backends: Backends, env: Mapping[str, int]
 ) -> dict[str, Any]:
-    model = CostModel()
+    model = CostModel(backends.layouts)
     total = {"seconds": 0.0, "bytes": 0, "flops": 0, "groups": 0}
     cache: dict[Any, Any] = {}
     for item in flatten(module).ops:

@@ -1,0 +1,99 @@
+"""Buffers that are live at once never overlap; views share storage."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metainfer.ir.arena import ALIGNMENT_BYTES, Arena, plan_arena, strided_values
+from metainfer.ir.dtypes import F32
+from metainfer.ir.flatten import FlatModule, flatten
+from metainfer.ir.graph import Graph, Module, Value
+from metainfer.ir.ops.record import Builder
+from metainfer.ir.types import Symbol, tensor
+
+WIDTHS = (1, 3, 16, 64)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Module:
+    """Random chains of elementwise ops, views and joins over values of several widths."""
+    builder = Builder()
+    values = [Value("%in", tensor(F32, "T", draw(st.sampled_from(WIDTHS))))]
+    for _ in range(draw(st.integers(1, 25))):
+        x = draw(st.sampled_from(values))
+        kind = draw(st.sampled_from(("silu", "join", "slice", "reshape", "transpose")))
+        last = x.tensor.shape[-1]
+        width = last.static if last.is_static else 0
+        if not width or x.tensor.rank != 2 or kind == "silu":
+            values.append(builder.emit("silu", x))
+        elif kind == "join":
+            values.append(builder.emit("concat", x, x, dim=1))
+        elif kind == "slice":
+            values.append(builder.emit("slice", x, dim=1, start=0, stop=max(width // 2, 1)))
+        elif kind == "reshape":
+            flat = builder.emit("reshape", x, shape=(x.tensor.num_elements(),))
+            values.append(builder.emit("silu", flat))
+        else:
+            values.append(builder.emit("transpose", x, perm=(1, 0)))
+    outputs = tuple(
+        draw(st.lists(st.sampled_from(values[1:]), min_size=1, max_size=3, unique=True))
+    )
+    main = Graph("main", (values[0],), ops=tuple(builder.ops), outputs=outputs)
+    return Module("m", (Symbol("T", 1, 7),), graphs=(main,))
+
+
+def spans(arena: Arena, flat: FlatModule) -> list[tuple[int, int, int, int]]:
+    return [(b.offset, b.offset + b.size, b.first, b.last) for b in arena.buffers.values()]
+
+
+@given(programs(), st.integers(0, 300))
+def test_no_two_live_buffers_overlap(module: Module, workspace: int) -> None:
+    flat = flatten(module)
+    arena = plan_arena(flat, module.limits(), workspace)
+    found = spans(arena, flat)
+    for i, (a, b, first, last) in enumerate(found):
+        assert a % ALIGNMENT_BYTES == 0
+        assert b <= arena.workspace_offset
+        for c, d, other_first, other_last in found[i + 1 :]:
+            if first <= other_last and other_first <= last:
+                assert b <= c or d <= a
+    assert arena.size == arena.workspace_offset + arena.workspace_size
+    assert arena.workspace_size >= workspace
+
+
+@given(programs())
+def test_every_read_falls_into_the_life_of_its_storage(module: Module) -> None:
+    flat = flatten(module)
+    arena = plan_arena(flat, module.limits())
+    end = len(flat.ops)
+    for number, item in enumerate(flat.ops):
+        for value in item.op.operands:
+            buffer = arena.buffers[arena.owner[value.name]]
+            assert buffer.first <= number <= buffer.last
+    for value in flat.outputs:
+        assert arena.buffers[arena.owner[value.name]].last == end
+
+
+def test_a_reshape_of_a_view_with_gaps_owns_its_storage() -> None:
+    builder = Builder()
+    x = Value("%x", tensor(F32, "T", 8))
+    part = builder.emit("slice", x, dim=1, start=0, stop=4)
+    heads = builder.emit("reshape", part, shape=(x.tensor.shape[0], 2, 2))
+    flat_copy = builder.emit("reshape", part, shape=(part.tensor.num_elements(),))
+    main = Graph("main", (x,), ops=tuple(builder.ops), outputs=(heads, flat_copy))
+    module = Module("m", (Symbol("T", 1, 7),), graphs=(main,))
+    flat = flatten(module)
+    names = [item.op.result.name for item in flat.ops]
+    arena = plan_arena(flat, module.limits())
+    assert arena.owner[names[1]] == "%x"
+    assert arena.owner[names[2]] == names[2]
+    assert strided_values(i.op for i in flat.ops) == {names[0], names[1]}
+
+
+def test_reuse_saves_memory() -> None:
+    builder = Builder()
+    value = x = Value("%x", tensor(F32, "T", 64))
+    for _ in range(20):
+        value = builder.emit("silu", value)
+    main = Graph("main", (x,), ops=tuple(builder.ops), outputs=(value,))
+    module = Module("m", (Symbol("T", 1, 4),), graphs=(main,))
+    assert plan_arena(flatten(module), module.limits()).size == 2 * 4 * 64 * 4
