@@ -322,51 +322,64 @@ i64 choose_splits(const Problem& p, i64 items, int threads) {
     return most(1, least(kMaxSplits, least(longest / kMinSplit, ceil_div(4 * threads, items))));
 }
 
+// How a call is cut up: items, parts of each item's keys, and floats of a workspace.
+struct Cut {
+    i64 items, splits, floats;
+
+    Cut(const Problem& p, int threads)
+        : items(p.all_blocks() * p.kv_heads),
+          splits(choose_splits(p, items, threads)),
+          floats(round_up(Workspace::floats(kQueryBlock * p.group, p.padded_D), 16)) {}
+};
+
+size_t attention_bytes(const Args& a, int num_threads) {
+    const Cut cut(Problem(a), num_threads);
+    return cut.splits == 1 ? 0 : static_cast<size_t>(cut.items * cut.splits * cut.floats) * sizeof(float);
+}
+
+// Keys of part s of the item's, in whole blocks.
+Range part_of_keys(Range keys, i64 s, i64 splits) {
+    const i64 blocks = ceil_div(keys.end - keys.begin, kKeyBlock);
+    return {keys.begin + blocks * s / splits * kKeyBlock,
+            least(keys.end, keys.begin + blocks * (s + 1) / splits * kKeyBlock)};
+}
+
+// Phase 0 attends, phase 1 merges the parts of items whose keys were split.
 void attention_paged(const Args& a, Context& ctx) {
     const Problem p(a);
-    const i64 items = p.all_blocks() * p.kv_heads, splits = choose_splits(p, items, ctx.num_threads);
-    const i64 most_rows = kQueryBlock * p.group;
-    const i64 floats = round_up(Workspace::floats(most_rows, p.padded_D), 16);
-    // Rows that belong to no sequence: padding.
-    const i64 used = p.starts[p.B];
-    const Range rest = ctx.split(p.T - used);
-    for (i64 t = used + rest.begin; t < used + rest.end; ++t)
-        std::memset(p.out + t * p.out_stride, 0, static_cast<size_t>(p.H * p.D) * sizeof(float));
-    if (splits == 1) {
-        float* memory = static_cast<float*>(ctx.scratch(static_cast<size_t>(floats) * sizeof(float)));
-        for (Range part = ctx.next(items, 1); !part.empty(); part = ctx.next(items, 1)) {
-            const Item item(p, part.begin);
-            const Workspace w(memory, item.rows(p), p.padded_D);
-            attend(p, item, w, item.keys(p));
-            store_outputs(p, item, w);
+    const Cut cut(p, ctx.num_threads);
+    float* const parts = static_cast<float*>(ctx.shared);
+    if (ctx.phase == 1) {
+        if (cut.splits == 1) return;
+        for (Range r = ctx.next(cut.items, 1); !r.empty(); r = ctx.next(cut.items, 1)) {
+            float* workspaces[kMaxSplits];
+            for (i64 s = 0; s < cut.splits; ++s)
+                workspaces[s] = parts + (r.begin * cut.splits + s) * cut.floats;
+            merge(p, Item(p, r.begin), workspaces, cut.splits);
         }
         return;
     }
-    float* memory = static_cast<float*>(
-        ctx.shared(static_cast<size_t>(items * splits * floats) * sizeof(float)));
-    for (Range part = ctx.next(items * splits, 1); !part.empty(); part = ctx.next(items * splits, 1)) {
-        const Item item(p, part.begin / splits);
-        const Range keys = item.keys(p);
-        // Whole blocks of keys to each part.
-        const i64 blocks = ceil_div(keys.end - keys.begin, kKeyBlock), s = part.begin % splits;
-        const Range mine{keys.begin + blocks * s / splits * kKeyBlock,
-                         least(keys.end, keys.begin + blocks * (s + 1) / splits * kKeyBlock)};
-        attend(p, item, Workspace(memory + part.begin * floats, item.rows(p), p.padded_D), mine);
-    }
-    ctx.barrier();
-    const Range mine = ctx.split(items);
-    for (i64 index = mine.begin; index < mine.end; ++index) {
-        const Item item(p, index);
-        float* parts[kMaxSplits];
-        for (i64 s = 0; s < splits; ++s) parts[s] = memory + (index * splits + s) * floats;
-        merge(p, item, parts, splits);
+    float* const own =
+        static_cast<float*>(ctx.scratch(static_cast<size_t>(cut.floats) * sizeof(float)));
+    // Rows that belong to no sequence are padding; each is one more piece of work.
+    const i64 work = cut.items * cut.splits, padding = p.T - p.starts[p.B];
+    for (Range r = ctx.next(work + padding, 1); !r.empty(); r = ctx.next(work + padding, 1)) {
+        if (r.begin >= work) {
+            const i64 t = p.starts[p.B] + r.begin - work;
+            std::memset(p.out + t * p.out_stride, 0, static_cast<size_t>(p.H * p.D) * sizeof(float));
+            continue;
+        }
+        const Item item(p, r.begin / cut.splits);
+        const Workspace w(cut.splits == 1 ? own : parts + r.begin * cut.floats, item.rows(p), p.padded_D);
+        attend(p, item, w, part_of_keys(item.keys(p), r.begin % cut.splits, cut.splits));
+        if (cut.splits == 1) store_outputs(p, item, w);
     }
 }
 
 }  // namespace
 
 const KernelEntry kAttentionKernels[] = {
-    {"attention_paged", attention_paged},
+    {"attention_paged", attention_paged, Share::kParts, 2, attention_bytes},
     {nullptr, nullptr},
 };
 

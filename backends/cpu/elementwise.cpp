@@ -8,28 +8,32 @@
 namespace mi {
 namespace {
 
+// Blocks of 32 worth telling another thread about.
+constexpr i64 kGrain = 16;
+
 // Call visit(row, first, last) over this thread's share of rows x width, cut at multiples of 32.
 template <class Visit>
-inline void each_span(const Context& ctx, i64 rows, i64 width, Visit visit) {
+MI_INLINE void each_span(Context& ctx, i64 rows, i64 width, Visit visit) {
     const i64 blocks = ceil_div(width, 32);
-    const Range part = ctx.split(rows * blocks);
-    for (i64 at = part.begin; at < part.end;) {
-        const i64 row = at / blocks, first = at % blocks;
-        const i64 last = least(blocks, first + part.end - at);
-        visit(row, first * 32, least(last * 32, width));
-        at += last - first;
-    }
+    ctx.share(rows * blocks, kGrain, [&](i64 at, i64 end) {
+        while (at < end) {
+            const i64 row = at / blocks, first = at % blocks;
+            const i64 last = least(blocks, first + end - at);
+            visit(row, first * 32, least(last * 32, width));
+            at += last - first;
+        }
+    });
 }
 
 // y[i] = op(x[i]) on [first, last), 16 at a time; op works on lanes.
 template <class Op>
-inline void map_span(float* y, i64 first, i64 last, Op op) {
+MI_INLINE void map_span(float* y, i64 first, i64 last, Op op) {
     for (i64 i = first; i < last; i += 16) store16_first(y + i, op(i, last - i), last - i);
 }
 
 // pointers: y, x; ints: rows, width, x_stride, y_stride.
 template <class Op>
-inline void unary(const Args& a, Context& ctx, Op op) {
+MI_INLINE void unary(const Args& a, Context& ctx, Op op) {
     each_span(ctx, a.ints[0], a.ints[1], [&](i64 row, i64 first, i64 last) {
         const float* x = a.ptr<const float>(1) + row * a.ints[2];
         map_span(a.ptr<float>(0) + row * a.ints[3], first, last,
@@ -39,7 +43,7 @@ inline void unary(const Args& a, Context& ctx, Op op) {
 
 // pointers: y, x, z; ints: rows, width, x_stride, z_stride, y_stride (z_stride 0: one row for all).
 template <class Op>
-inline void binary(const Args& a, Context& ctx, Op op) {
+MI_INLINE void binary(const Args& a, Context& ctx, Op op) {
     each_span(ctx, a.ints[0], a.ints[1], [&](i64 row, i64 first, i64 last) {
         const float* x = a.ptr<const float>(1) + row * a.ints[2];
         const float* z = a.ptr<const float>(2) + row * a.ints[3];
@@ -52,7 +56,7 @@ inline void binary(const Args& a, Context& ctx, Op op) {
 // Gated activation: y = op(gate) * up with x = [gate, up]. pointers: y (0: only codes), x, codes,
 // scales, sums; ints: rows, width (of y), x_stride, y_stride.
 template <class Op>
-inline void gated(const Args& a, Context& ctx, Op op) {
+MI_INLINE void gated(const Args& a, Context& ctx, Op op) {
     const i64 width = a.ints[1];
     const QuantizedRows q(a.ptr<int8_t>(2), a.ptr<float>(3), a.ptr<int32_t>(4), width);
     float* const y = a.ptr<float>(0);
@@ -94,8 +98,7 @@ void gelu_erf_mul(const Args& a, Context& ctx) { gated(a, ctx, gelu_erf16); }
 void softmax_rows(const Args& a, Context& ctx) {
     const i64 width = a.ints[1];
     const float lowest = -std::numeric_limits<float>::infinity();
-    const Range rows = ctx.split(a.ints[0]);
-    for (i64 t = rows.begin; t < rows.end; ++t) {
+    each_row(a, ctx, [&](i64 t) {
         const float* x = a.ptr<const float>(1) + t * a.ints[2];
         float* y = a.ptr<float>(0) + t * a.ints[3];
         f32x16 top = set16(lowest);
@@ -110,7 +113,7 @@ void softmax_rows(const Args& a, Context& ctx) {
         const f32x16 factor = set16(1.0f / sum16(sums));
         for (i64 i = 0; i < width; i += 16)
             store16_first(y + i, load16_first(y + i, width - i) * factor, width - i);
-    }
+    });
 }
 
 // The first index of the largest value of [begin, end).
@@ -124,28 +127,34 @@ i64 argmax(const float* x, i64 begin, i64 end) {
     return begin;
 }
 
-// pointers: index (i32), x; ints: rows, width, x_stride. Ties go to the lower index. The columns of
-// each row are split over the threads: one row of a large vocabulary keeps all of them busy.
+// Columns that one thread searches at a time.
+constexpr i64 kArgmaxSpan = 8192;
+
+size_t argmax_bytes(const Args& a, int) {
+    return static_cast<size_t>(a.ints[0] * ceil_div(a.ints[1], kArgmaxSpan)) * sizeof(i64);
+}
+
+// pointers: index (i32), x; ints: rows, width, x_stride. Ties go to the lower index. Phase 0 searches
+// spans of rows, so that one row of a large vocabulary keeps all threads busy; phase 1 compares.
 void argmax_rows(const Args& a, Context& ctx) {
-    const i64 rows = a.ints[0], width = a.ints[1], parts = ctx.num_threads;
-    i64* best = static_cast<i64*>(ctx.shared(static_cast<size_t>(rows * parts) * sizeof(i64)));
-    const Range columns = ctx.split(width, 64);
-    for (i64 t = 0; t < rows; ++t) {
-        const float* x = a.ptr<const float>(1) + t * a.ints[2];
-        best[t * parts + ctx.thread] = columns.empty() ? -1 : argmax(x, columns.begin, columns.end);
+    const i64 rows = a.ints[0], width = a.ints[1], spans = ceil_div(width, kArgmaxSpan);
+    i64* const best = static_cast<i64*>(ctx.shared);
+    const auto row = [&](i64 t) { return a.ptr<const float>(1) + t * a.ints[2]; };
+    if (ctx.phase == 0) {
+        return ctx.share(rows * spans, 1, [&](i64 begin, i64 end) {
+            for (i64 at = begin; at < end; ++at) {
+                const i64 first = at % spans * kArgmaxSpan;
+                best[at] = argmax(row(at / spans), first, least(width, first + kArgmaxSpan));
+            }
+        });
     }
-    ctx.barrier();
-    const Range mine = ctx.split(rows);
-    for (i64 t = mine.begin; t < mine.end; ++t) {
-        const float* x = a.ptr<const float>(1) + t * a.ints[2];
-        i64 winner = -1;
-        for (i64 p = 0; p < parts; ++p) {
-            const i64 candidate = best[t * parts + p];
-            if (candidate < 0) continue;
-            if (winner < 0 || x[candidate] > x[winner]) winner = candidate;
-        }
+    each_row(a, ctx, [&](i64 t) {
+        const float* x = row(t);
+        i64 winner = best[t * spans];
+        for (i64 s = 1; s < spans; ++s)
+            if (x[best[t * spans + s]] > x[winner]) winner = best[t * spans + s];
         a.ptr<int32_t>(0)[t] = static_cast<int32_t>(winner);
-    }
+    });
 }
 
 }  // namespace
@@ -161,8 +170,8 @@ const KernelEntry kElementwiseKernels[] = {
     {"silu_mul", silu_mul},
     {"gelu_tanh_mul", gelu_tanh_mul},
     {"gelu_erf_mul", gelu_erf_mul},
-    {"softmax_rows", softmax_rows},
-    {"argmax_rows", argmax_rows},
+    {"softmax_rows", softmax_rows, Share::kRows},
+    {"argmax_rows", argmax_rows, Share::kParts, 2, argmax_bytes},
     {nullptr, nullptr},
 };
 

@@ -10,23 +10,22 @@ namespace {
 
 // pointers: y, x; ints: rows, width, x_stride, y_stride (in 4-byte elements).
 void copy_rows(const Args& a, Context& ctx) {
-    const Range rows = ctx.split(a.ints[0]);
-    for (i64 t = rows.begin; t < rows.end; ++t)
+    each_row(a, ctx, [&](i64 t) {
         std::memcpy(a.ptr<float>(0) + t * a.ints[3], a.ptr<const float>(1) + t * a.ints[2],
                     static_cast<size_t>(a.ints[1]) * 4);
+    });
 }
 
 // y[t] = x[index[t]]. pointers: y, x, index (i32); ints: rows, width, x_stride, y_stride. A negative
 // index gives zeros.
 void gather_rows(const Args& a, Context& ctx) {
     const size_t bytes = static_cast<size_t>(a.ints[1]) * 4;
-    const Range rows = ctx.split(a.ints[0]);
-    for (i64 t = rows.begin; t < rows.end; ++t) {
+    each_row(a, ctx, [&](i64 t) {
         const i64 from = a.ptr<const int32_t>(2)[t];
         float* y = a.ptr<float>(0) + t * a.ints[3];
         if (from < 0) std::memset(y, 0, bytes);
         else std::memcpy(y, a.ptr<const float>(1) + from * a.ints[2], bytes);
-    }
+    });
 }
 
 // Rows of a table by token. pointers: y, table, tokens (i32); ints: rows, width; floats: factor.
@@ -35,17 +34,16 @@ template <class Load>
 inline void embed(const Args& a, Context& ctx, Load load) {
     const i64 width = a.ints[1];
     const f32x16 factor = set16(a.floats[0]);
-    const Range rows = ctx.split(a.ints[0]);
-    for (i64 t = rows.begin; t < rows.end; ++t) {
+    each_row(a, ctx, [&](i64 t) {
         float* y = a.ptr<float>(0) + t * width;
         const i64 token = a.ptr<const int32_t>(2)[t];
         if (token < 0) {
             std::memset(y, 0, static_cast<size_t>(width) * 4);
-            continue;
+            return;
         }
         for (i64 i = 0; i < width; i += 16)
             store16_first(y + i, load(token * width + i, width - i) * factor, width - i);
-    }
+    });
 }
 
 void embedding_f32(const Args& a, Context& ctx) {
@@ -95,18 +93,18 @@ template <class F>
 void embed_blocks(const Args& a, Context& ctx) {
     const i64 width = a.ints[1], n = a.ints[3], blocks = ceil_div(width, 32);
     const i64 block_bytes = F::block_bytes * n / 16;
-    const Range part = ctx.split(a.ints[0] * blocks);
-    for (i64 at = part.begin; at < part.end; ++at) {
-        const i64 t = at / blocks, g = at % blocks;
+    each_row(a, ctx, [&](i64 t) {
         const i64 token = a.ptr<const int32_t>(2)[t];
-        float values[32] = {};
-        if (token >= 0) {
-            const uint8_t* panel = a.ptr<const uint8_t>(1) + token / n * blocks * block_bytes;
-            dequantize_block<F>(panel + g * block_bytes, n, token % n, values);
+        const uint8_t* panel = a.ptr<const uint8_t>(1) + most(token, 0) / n * blocks * block_bytes;
+        // A row of a panel is scattered over its lines: ask for all before using the first.
+        for (i64 at = 0; at < blocks * block_bytes; at += 64) MI_PREFETCH(panel + at);
+        for (i64 g = 0; g < blocks; ++g) {
+            float values[32] = {};
+            if (token >= 0) dequantize_block<F>(panel + g * block_bytes, n, token % n, values);
+            float* y = a.ptr<float>(0) + t * width + g * 32;
+            for (i64 i = 0; i < least(32, width - g * 32); ++i) y[i] = values[i] * a.floats[0];
         }
-        float* y = a.ptr<float>(0) + t * width + g * 32;
-        for (i64 i = 0; i < least(32, width - g * 32); ++i) y[i] = values[i] * a.floats[0];
-    }
+    });
 }
 
 // pointers: y, table, tokens; ints: rows, width, format, panel_rows (1, or 16: the same blob as a
@@ -155,20 +153,18 @@ void rope_kv_write(const Args& a, Context& ctx) {
     const float eps = a.floats[0], shift = a.floats[1];
     const size_t head_bytes = static_cast<size_t>(D) * 4;
     float* const normed = static_cast<float*>(ctx.scratch(head_bytes));
-    const Range part = ctx.split(T * heads);
-    for (i64 at = part.begin; at < part.end; ++at) {
-        const i64 t = at / heads, h = at % heads;
+    const auto head = [&](i64 t, i64 h) {
         const i64 slot = a.ptr<const int32_t>(7)[t];
         float* const q_out = a.ptr<float>(0) + t * a.ints[5] + h * D;
         if (slot < 0) {
             if (h < H) std::memset(q_out, 0, head_bytes);
-            continue;
+            return;
         }
         const float* x = a.ptr<const float>(3) + t * a.ints[4] + h * D;
         if (h >= H + kv_heads) {
-            const i64 head = h - H - kv_heads;
-            std::memcpy(a.ptr<float>(2) + (slot * kv_heads + head) * D, x, head_bytes);
-            continue;
+            const i64 kv_head = h - H - kv_heads;
+            std::memcpy(a.ptr<float>(2) + (slot * kv_heads + kv_head) * D, x, head_bytes);
+            return;
         }
         const bool is_q = h < H;
         float* const y = is_q ? q_out : a.ptr<float>(1) + (slot * kv_heads + h - H) * D;
@@ -178,50 +174,51 @@ void rope_kv_write(const Args& a, Context& ctx) {
         }
         const i64 row = a.ptr<const int32_t>(6)[t] * half;
         rotate(x, y, a.ptr<const float>(4) + row, a.ptr<const float>(5) + row, rotary, D);
-    }
+    };
+    ctx.share(T * heads, heads, [&](i64 begin, i64 end) {
+        for (i64 at = begin; at < end; ++at) head(at / heads, at % heads);
+    });
 }
 
 // pointers: y, x, cosine, sine, positions; ints: T, H, D, x_stride, y_stride, rotary. y may be x. A row
 // with a negative position is padding: zeros.
 void rope(const Args& a, Context& ctx) {
     const i64 H = a.ints[1], D = a.ints[2], half = a.ints[5] / 2;
-    const Range part = ctx.split(a.ints[0] * H);
-    for (i64 at = part.begin; at < part.end; ++at) {
-        const i64 t = at / H, h = at % H, position = a.ptr<const int32_t>(4)[t];
-        float* y = a.ptr<float>(0) + t * a.ints[4] + h * D;
-        if (position < 0) {
-            std::memset(y, 0, static_cast<size_t>(D) * 4);
-            continue;
+    each_row(a, ctx, [&](i64 t) {
+        const i64 position = a.ptr<const int32_t>(4)[t];
+        for (i64 h = 0; h < H; ++h) {
+            float* y = a.ptr<float>(0) + t * a.ints[4] + h * D;
+            const float* x = a.ptr<const float>(1) + t * a.ints[3] + h * D;
+            const float *c = a.ptr<const float>(2), *s = a.ptr<const float>(3);
+            if (position < 0) std::memset(y, 0, static_cast<size_t>(D) * 4);
+            else rotate(x, y, c + position * half, s + position * half, a.ints[5], D);
         }
-        rotate(a.ptr<const float>(1) + t * a.ints[3] + h * D, y, a.ptr<const float>(2) + position * half,
-               a.ptr<const float>(3) + position * half, a.ints[5], D);
-    }
+    });
 }
 
 // pointers: k_cache, v_cache, k, v, slots; ints: T, width (Hkv * D), k_stride, v_stride.
 void kv_write(const Args& a, Context& ctx) {
     const i64 width = a.ints[1];
-    const Range rows = ctx.split(a.ints[0]);
-    for (i64 t = rows.begin; t < rows.end; ++t) {
+    each_row(a, ctx, [&](i64 t) {
         const i64 slot = a.ptr<const int32_t>(4)[t];
-        if (slot < 0) continue;
+        if (slot < 0) return;
         const size_t bytes = static_cast<size_t>(width) * 4;
         std::memcpy(a.ptr<float>(0) + slot * width, a.ptr<const float>(2) + t * a.ints[2], bytes);
         std::memcpy(a.ptr<float>(1) + slot * width, a.ptr<const float>(3) + t * a.ints[3], bytes);
-    }
+    });
 }
 
 }  // namespace
 
 const KernelEntry kMemoryKernels[] = {
-    {"copy_rows", copy_rows},
-    {"gather_rows", gather_rows},
-    {"embedding_f32", embedding_f32},
-    {"embedding_bf16", embedding_bf16},
-    {"embedding_block", embedding_block},
-    {"rope_kv_write", rope_kv_write},
-    {"rope", rope},
-    {"kv_write", kv_write},
+    {"copy_rows", copy_rows, Share::kRows},
+    {"gather_rows", gather_rows, Share::kRows},
+    {"embedding_f32", embedding_f32, Share::kRows},
+    {"embedding_bf16", embedding_bf16, Share::kRows},
+    {"embedding_block", embedding_block, Share::kRows},
+    {"rope_kv_write", rope_kv_write, Share::kRows},
+    {"rope", rope, Share::kRows},
+    {"kv_write", kv_write, Share::kRows},
     {nullptr, nullptr},
 };
 

@@ -27,14 +27,13 @@ void rms_norm(const Args& a, Context& ctx) {
     const QuantizedRows q(a.ptr<int8_t>(3), a.ptr<float>(4), a.ptr<int32_t>(5), width);
     float* const y = a.ptr<float>(0);
     float* const own = y ? nullptr : static_cast<float*>(ctx.scratch(width * sizeof(float)));
-    const Range rows = ctx.split(a.ints[0]);
-    for (i64 t = rows.begin; t < rows.end; ++t) {
+    each_row(a, ctx, [&](i64 t) {
         const float* x = a.ptr<const float>(1) + t * x_stride;
         float* out = y ? y + t * y_stride : own;
         const float factor = rms_factor(x, width, a.floats[0]);
         scale_row(x, factor, a.ptr<const float>(2), a.floats[1], out, width);
         if (q.wanted()) q.row(t, out, width, 0, q.blocks);
-    }
+    });
 }
 
 // pointers: sum, y, x, residual, weight, codes, scales, sums; ints: rows, width (all contiguous);
@@ -44,8 +43,7 @@ void add_rms_norm(const Args& a, Context& ctx) {
     const QuantizedRows q(a.ptr<int8_t>(5), a.ptr<float>(6), a.ptr<int32_t>(7), width);
     float* const y = a.ptr<float>(1);
     float* const own = y ? nullptr : static_cast<float*>(ctx.scratch(width * sizeof(float)));
-    const Range rows = ctx.split(a.ints[0]);
-    for (i64 t = rows.begin; t < rows.end; ++t) {
+    each_row(a, ctx, [&](i64 t) {
         float* sum = a.ptr<float>(0) + t * width;
         const float* x = a.ptr<const float>(2) + t * width;
         const float* r = a.ptr<const float>(3) + t * width;
@@ -56,7 +54,7 @@ void add_rms_norm(const Args& a, Context& ctx) {
         const float factor = rms_factor(sum, width, a.floats[0]);
         scale_row(sum, factor, a.ptr<const float>(4), a.floats[1], out, width);
         if (q.wanted()) q.row(t, out, width, 0, q.blocks);
-    }
+    });
 }
 
 // pointers: y, x, weight, bias (0: none), codes, scales, sums; ints: rows, width, x_stride, y_stride;
@@ -67,8 +65,7 @@ void layer_norm(const Args& a, Context& ctx) {
     float* const y = a.ptr<float>(0);
     const float *weight = a.ptr<const float>(2), *bias = a.ptr<const float>(3);
     float* const own = static_cast<float*>(ctx.scratch(width * sizeof(float)));
-    const Range rows = ctx.split(a.ints[0]);
-    for (i64 t = rows.begin; t < rows.end; ++t) {
+    each_row(a, ctx, [&](i64 t) {
         const float* x = a.ptr<const float>(1) + t * x_stride;
         float* out = y ? y + t * y_stride : own;
         f32x16 lanes = set16(0.0f);
@@ -86,28 +83,29 @@ void layer_norm(const Args& a, Context& ctx) {
             for (; i < width; ++i) out[i] += bias[i];
         }
         if (q.wanted()) q.row(t, out, width, 0, q.blocks);
-    }
+    });
 }
 
 // pointers: codes, scales, sums, x; ints: rows, width, x_stride.
 void quantize_rows_i8(const Args& a, Context& ctx) {
     const i64 width = a.ints[1], x_stride = a.ints[2];
     const QuantizedRows q(a.ptr<int8_t>(0), a.ptr<float>(1), a.ptr<int32_t>(2), width);
-    const Range part = ctx.split(a.ints[0] * q.blocks);
-    for (i64 at = part.begin; at < part.end;) {
-        const i64 t = at / q.blocks, first = at % q.blocks;
-        const i64 last = least(q.blocks, first + part.end - at);
-        q.row(t, a.ptr<const float>(3) + t * x_stride, width, first, last);
-        at += last - first;
-    }
+    ctx.share(a.ints[0] * q.blocks, 64, [&](i64 at, i64 end) {
+        while (at < end) {
+            const i64 t = at / q.blocks, first = at % q.blocks;
+            const i64 last = least(q.blocks, first + end - at);
+            q.row(t, a.ptr<const float>(3) + t * x_stride, width, first, last);
+            at += last - first;
+        }
+    });
 }
 
 }  // namespace
 
 const KernelEntry kNormKernels[] = {
-    {"rms_norm", rms_norm},
-    {"add_rms_norm", add_rms_norm},
-    {"layer_norm", layer_norm},
+    {"rms_norm", rms_norm, Share::kRows},
+    {"add_rms_norm", add_rms_norm, Share::kRows},
+    {"layer_norm", layer_norm, Share::kRows},
     {"quantize_rows_i8", quantize_rows_i8},
     {nullptr, nullptr},
 };

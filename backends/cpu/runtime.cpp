@@ -80,73 +80,25 @@ double now_us() {
 
 }  // namespace
 
+// The leader (who called run) opens a command, works on it, closes it and waits for those who joined.
+// state_ holds the number of threads at work, whether the command is open, and a count of commands
+// that tells a waiting thread that there is a new one.
 class Team {
 public:
     explicit Team(int size) : size_(size) {
-        for (int t = 1; t < size_; ++t) workers_.emplace_back([this, t] { serve(t); });
+        for (int t = 1; t < size_; ++t) workers_.emplace_back([this] { serve(); });
     }
     ~Team() {
-        stop_ = true;
-        release(epoch_);
+        stop_.store(true);
+        state_.fetch_add(kOneCommand);
+        state_.notify_all();
         for (std::thread& worker : workers_) worker.join();
         std::free(shared_);
-        std::free(first_.scratch_memory);
+        std::free(leader_.scratch_memory);
     }
     int size() const { return size_; }
 
     void run(const Job& job) {
-        job_ = job;
-        if (size_ > 1) release(epoch_);
-        execute(job, first_);
-    }
-
-    Range next(i64 total, i64 grain) {
-        const i64 begin = taken_.fetch_add(grain, std::memory_order_relaxed);
-        return {least(begin, total), least(begin + grain, total)};
-    }
-    void barrier() {
-        if (size_ == 1) {
-            taken_.store(0, std::memory_order_relaxed);
-            return;
-        }
-        const uint32_t phase = phase_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 != size_) {
-            wait_while_equal(phase_, phase);
-            return;
-        }
-        arrived_.store(0, std::memory_order_relaxed);
-        taken_.store(0, std::memory_order_relaxed);
-        release(phase_);
-    }
-    void* shared(size_t bytes, Context& context) {
-        if (context.thread == 0 && bytes > shared_bytes_) {
-            std::free(shared_);
-            shared_ = aligned(bytes);
-            shared_bytes_ = bytes;
-        }
-        barrier();
-        return shared_;
-    }
-
-private:
-    static void release(std::atomic<uint32_t>& word) {
-        word.fetch_add(1, std::memory_order_seq_cst);
-        word.notify_all();
-    }
-    void serve(int thread) {
-        Context context{*this, thread, size_};
-        uint32_t seen = 0;
-        for (;;) {
-            wait_while_equal(epoch_, seen);
-            ++seen;
-            if (stop_) break;
-            execute(job_, context);
-        }
-        std::free(context.scratch_memory);
-    }
-    // The job is copied: its owner may go once the last barrier is passed.
-    static void execute(const Job job, Context& context) {
-        const std::vector<KernelEntry>& table = kernels();
         double before = job.times_us ? now_us() : 0.0;
         for (i64 c = 0; c < job.count; ++c) {
             const Command& command = job.commands[c];
@@ -155,32 +107,94 @@ private:
                 const int dim = command.dims[i];
                 args.ints[i] = command.offsets[i] + (dim < 0 ? 0 : command.scales[i] * job.dims[dim]);
             }
-            table[static_cast<size_t>(command.kernel)].function(args, context);
-            context.barrier();
-            if (job.times_us == nullptr || context.thread != 0) continue;
+            run_command(kernels()[static_cast<size_t>(command.kernel)], args);
+            if (job.times_us == nullptr) continue;
             const double after = now_us();
             job.times_us[c] = after - before;
             before = after;
         }
     }
 
+    Range next(i64 total, i64 grain) {
+        const i64 begin = taken_.fetch_add(grain, std::memory_order_relaxed);
+        return {least(begin, total), least(begin + grain, total)};
+    }
+
+private:
+    static constexpr uint32_t kOpen = 1u << 12, kOneCommand = 1u << 13, kWorking = kOpen - 1;
+
+    void run_command(const KernelEntry& kernel, const Args& args) {
+        const bool is_alone = size_ == 1 || (kernel.share == Share::kRows && args.ints[0] <= 1);
+        if (kernel.shared_bytes) grow_shared(kernel.shared_bytes(args, size_));
+        kernel_ = &kernel;
+        args_ = &args;
+        for (phase_ = 0; phase_ < kernel.phases; ++phase_) {
+            taken_.store(0, std::memory_order_relaxed);
+            if (!is_alone) open();
+            work(leader_);
+            if (!is_alone) close();
+        }
+    }
+    void work(Context& context) {
+        context.phase = phase_;
+        context.shared = shared_;
+        kernel_->function(*args_, context);
+    }
+    void open() {
+        // Nobody is at work between commands, so the leader alone changes the state here.
+        const uint32_t count = state_.load(std::memory_order_relaxed) / kOneCommand + 1;
+        state_.store(count * kOneCommand | kOpen);
+        state_.notify_all();
+    }
+    void close() {
+        uint32_t state = state_.fetch_and(~kOpen) & ~kOpen;
+        while (state & kWorking) {
+            wait_while_equal(state_, state);
+            state = state_.load(std::memory_order_acquire);
+        }
+    }
+    void serve() {
+        Context context{*this, size_};
+        uint32_t seen = state_.load(std::memory_order_acquire);
+        while (!stop_.load()) {
+            // Command, arguments and phase stay as they are from joining to leaving.
+            const auto join = std::memory_order_acq_rel;
+            while (seen & kOpen && !state_.compare_exchange_weak(seen, seen + 1, join)) continue;
+            if (seen & kOpen) {
+                work(context);
+                state_.fetch_sub(1, std::memory_order_acq_rel);
+                state_.notify_all();
+            }
+            // All work of that command is taken: wait for the next.
+            const uint32_t command = seen / kOneCommand;
+            for (seen = state_.load(std::memory_order_acquire); seen / kOneCommand == command;
+                 seen = state_.load(std::memory_order_acquire))
+                wait_while_equal(state_, seen);
+        }
+        std::free(context.scratch_memory);
+    }
+    void grow_shared(size_t bytes) {
+        if (bytes <= shared_bytes_) return;
+        std::free(shared_);
+        shared_ = aligned(bytes);
+        shared_bytes_ = bytes;
+    }
+
     const int size_;
     std::vector<std::thread> workers_;
-    Job job_{};
-    bool stop_ = false;
-    Context first_{*this, 0, size_};
+    Context leader_{*this, size_};
+    const KernelEntry* kernel_ = nullptr;
+    const Args* args_ = nullptr;
+    int phase_ = 0;
     void* shared_ = nullptr;
     size_t shared_bytes_ = 0;
+    std::atomic<bool> stop_{false};
     // Each on a cache line of its own, as all threads poll or change them.
-    alignas(64) std::atomic<uint32_t> epoch_{0};
-    alignas(64) std::atomic<uint32_t> phase_{0};
-    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint32_t> state_{0};
     alignas(64) std::atomic<i64> taken_{0};
 };
 
 Range Context::next(i64 total, i64 grain) { return team.next(total, grain); }
-void Context::barrier() { team.barrier(); }
-void* Context::shared(size_t bytes) { return team.shared(bytes, *this); }
 void* Context::scratch(size_t bytes) {
     if (bytes > scratch_bytes) {
         std::free(scratch_memory);

@@ -41,13 +41,13 @@ inline i64 least(i64 a, i64 b) { return a < b ? a : b; }
 inline i64 most(i64 a, i64 b) { return a > b ? a : b; }
 
 // The first n lanes (0 < n <= 16); the others are filled, or left as they are in memory.
-inline f32x16 load16_first(const float* p, i64 n, float fill = 0.0f) {
+MI_INLINE f32x16 load16_first(const float* p, i64 n, float fill = 0.0f) {
     if (n >= 16) return load16(p);
     float lanes[16];
     for (i64 i = 0; i < 16; ++i) lanes[i] = i < n ? p[i] : fill;
     return load16(lanes);
 }
-inline void store16_first(float* p, f32x16 v, i64 n) {
+MI_INLINE void store16_first(float* p, f32x16 v, i64 n) {
     if (n >= 16) return store16(p, v);
     float lanes[16];
     store16(lanes, v);
@@ -56,7 +56,7 @@ inline void store16_first(float* p, f32x16 v, i64 n) {
 
 // e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln(2) / 2, and the Taylor series of e^r to degree 7
 // (truncation 5e-9). 2^n is applied in two halves, so that subnormal results and infinity are right.
-inline f32x16 exp16(f32x16 x) {
+MI_INLINE f32x16 exp16(f32x16 x) {
     x = min16(set16(89.0f), max16(set16(-104.0f), x));
     const i32x16 n = to_int(x * set16(1.44269504088896f));
     const f32x16 nf = to_float(n);
@@ -75,15 +75,15 @@ inline f32x16 exp16(f32x16 x) {
     p = p * as_float(shl<23>(half + bias));
     return p * as_float(shl<23>(n - half + bias));
 }
-inline f32x16 sigmoid16(f32x16 x) {
+MI_INLINE f32x16 sigmoid16(f32x16 x) {
     return set16(1.0f) / (set16(1.0f) + exp16(set16(0.0f) - x));
 }
-inline f32x16 silu16(f32x16 x) { return x * sigmoid16(x); }
-inline f32x16 tanh16(f32x16 x) {
+MI_INLINE f32x16 silu16(f32x16 x) { return x * sigmoid16(x); }
+MI_INLINE f32x16 tanh16(f32x16 x) {
     const f32x16 two = set16(2.0f);
     return set16(1.0f) - two / (set16(1.0f) + exp16(two * x));
 }
-inline f32x16 gelu_tanh16(f32x16 x) {
+MI_INLINE f32x16 gelu_tanh16(f32x16 x) {
     const f32x16 cube = x * x * x;
     const f32x16 inner = set16(0.7978845608028654f) * fma16(set16(0.044715f), cube, x);
     return set16(0.5f) * x * (set16(1.0f) + tanh16(inner));
@@ -91,7 +91,7 @@ inline f32x16 gelu_tanh16(f32x16 x) {
 
 // erf(t) = 1 - e^(-t P(t)) for t >= 0, P of degree 6 fitted here to |error| < 8e-8 on [0, 4]; beyond
 // 4 the result is 1 to float32. Odd in t.
-inline f32x16 erf16(f32x16 x) {
+MI_INLINE f32x16 erf16(f32x16 x) {
     const f32x16 t = min16(set16(4.0f), abs16(x));
     f32x16 p = set16(-6.94681298e-05f);
     p = fma16(p, t, set16(0.000319939898f));
@@ -104,7 +104,7 @@ inline f32x16 erf16(f32x16 x) {
     const f32x16 size = set16(1.0f) - exp16(zero - t * p);
     return select_lt(x, zero, zero - size, size);
 }
-inline f32x16 gelu_erf16(f32x16 x) {
+MI_INLINE f32x16 gelu_erf16(f32x16 x) {
     return set16(0.5f) * x * (set16(1.0f) + erf16(x * set16(0.7071067811865476f)));
 }
 
