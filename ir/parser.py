@@ -14,6 +14,7 @@ printer writes them.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from metainfer.ir.dims import Dim
@@ -433,4 +434,8 @@ class _GraphReader:
         self._depth += 1
         graph = self.graph(body, "body")
         self._depth -= 1
-        return graph
+        # The group hands its weights and states in as operands: in a body all are parameters.
+        names = [ref_name(self.source, decl.name) for decl in body.params]
+        params = {v.name: v for v in (*graph.inputs, *graph.weights, *graph.states)}
+        inputs = tuple(params[name] for name in names)
+        return replace(graph, inputs=inputs, weights=(), states=())

@@ -162,6 +162,9 @@ def graphs(
             scope[sigil + tail] = values[-1]
     made = tuple(draw(ops(scope, symbols, depth)) for _ in range(draw(st.integers(0, 3))))
     leaving = st.lists(st.sampled_from(list(scope.values())), max_size=2) if scope else st.just([])
+    if depth:
+        params = draw(st.permutations([v for values in declared.values() for v in values]))
+        return Graph(name, tuple(params), ops=made, outputs=tuple(draw(leaving)))
     return Graph(
         name,
         tuple(declared["%"]),
