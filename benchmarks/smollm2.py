@@ -77,7 +77,9 @@ def peer_decode(model: Any, tokens: np.ndarray) -> float:
     return (time.perf_counter() - start) / NEW
 
 
-def our_step(model: LoadedModel, tokens: np.ndarray, first: int) -> tuple[str, np.ndarray, dict[str, np.ndarray]]:
+def our_step(
+    model: LoadedModel, tokens: np.ndarray, first: int
+) -> tuple[str, np.ndarray, dict[str, np.ndarray]]:
     """Step record of one sequence whose tokens stand from position ``first`` on."""
     count, page = len(tokens), model.page_size
     length = first + count
@@ -133,8 +135,12 @@ def best(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", default="auto", help="formats of the plan, as in metainfer compile")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--weights", default="auto", help="formats of the plan, as in metainfer compile"
+    )
     parser.add_argument("--peer", default="bf16", choices=("bf16", "f32"))
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", action="store_true")
@@ -144,7 +150,9 @@ def main() -> None:
     peer = peer_model(torch.bfloat16 if args.peer == "bf16" else torch.float32)
     tokens = np.random.default_rng(0).integers(20, config.vocab, PROMPT).astype(np.int32)
     our_prefill(ours, tokens), our_decode(ours, tokens), peer_prefill(peer, tokens)
-    times: dict[str, list[float]] = {k: [] for k in ("decode", "peer decode", "prefill", "peer prefill")}
+    times: dict[str, list[float]] = {
+        k: [] for k in ("decode", "peer decode", "prefill", "peer prefill")
+    }
     for _ in range(REPEATS):
         times["decode"].append(our_decode(ours, tokens))
         times["peer decode"].append(peer_decode(peer, tokens))
@@ -166,16 +174,21 @@ def report(plan: metainfer.Plan, times: dict[str, list[float]], args: argparse.N
     if args.json:
         print(json.dumps({"rate": rate, "bounds": bounds, "plan": plan.hash}))
         return
-    print(f"plan {plan.hash}, peer transformers eager {args.peer}, median of {REPEATS} (least - most)")
+    print(
+        f"plan {plan.hash}, peer transformers eager {args.peer}, median of {REPEATS} (least - most)"
+    )
     for name in ("decode", "prefill"):
         low, high = spread[name]
         print(
-            f"{name:8} {rate[name]:8.1f} tok/s ({low:.1f} - {high:.1f})   peer {rate['peer ' + name]:8.1f}"
+            f"{name:8} {rate[name]:8.1f} ({low:.1f} - {high:.1f})"
+            f"   peer {rate['peer ' + name]:8.1f}"
             f"   ratio {rate[name] / rate['peer ' + name]:5.2f}x   roofline {bounds[name]:8.1f}"
             f" ({rate[name] / bounds[name]:.0%})"
         )
-    print(f"read {bandwidth / 1e9:.1f} GB/s, f32 product {flops / 1e9:.0f} GFLOP/s, "
-          f"{decode['bytes'] / 1e6:.1f} MB a token")
+    print(
+        f"read {bandwidth / 1e9:.1f} GB/s, f32 product {flops / 1e9:.0f} GFLOP/s, "
+        f"{decode['bytes'] / 1e6:.1f} MB a token"
+    )
 
 
 if __name__ == "__main__":
