@@ -1,13 +1,14 @@
 """Predicted times of a compiled phase: per group and in sum, at the sizes that users ask about."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from metainfer.backends.kernel import Query
+from metainfer.backends.kernel import Cost, Query
 from metainfer.backends.registry import Backends
 from metainfer.compiler.cost import CostModel
 from metainfer.hardware.device import Device
-from metainfer.ir.flatten import flatten
+from metainfer.ir.flatten import FlatOp, flatten
 from metainfer.ir.graph import Choice, Module, Op
 from metainfer.ir.strategy import Strategy
 
@@ -42,16 +43,35 @@ def predict(
     rows = []
     for tokens in sorted({1, high}):
         env = phase_sizes(module, strategy, tokens)
-        rows.append(_step(module, device, backends, env))
+        rows.append(predict_step(module, device, backends, env))
     return rows
 
 
-def _step(
+@dataclass(frozen=True)
+class GroupCost:
+    """One group of a step.
+
+    Attributes:
+        item: the group.
+        kernel: which kernel runs at these sizes.
+        cost: predicted.
+        roofline_seconds: what no kernel can beat.
+    """
+
+    item: FlatOp
+    kernel: str
+    cost: Cost
+    roofline_seconds: float
+
+
+def group_costs(
     module: Module, device: Device, backends: Backends, env: Mapping[str, int]
-) -> dict[str, Any]:
+) -> list[GroupCost]:
+    """Predicted cost of every group of a step, in order; views and calls cost nothing."""
     model = CostModel(backends.layouts)
-    total = {"seconds": 0.0, "bytes": 0, "flops": 0, "groups": 0}
-    cache: dict[Any, Any] = {}
+    limits = module.limits()
+    cache: dict[Any, tuple[Cost, float]] = {}
+    found: list[GroupCost] = []
     for item in flatten(module).ops:
         op = item.op
         if not op.choices:
@@ -59,13 +79,25 @@ def _step(
         kernel = backends.kernels.get(choice_at(op, env).kernel)
         key = (kernel.name, op.attrs, tuple(v.type for v in (*op.operands, *op.results)))
         if key not in cache:
-            refusals = kernel.refusals(Query(op, device, module.limits()))
-            repairs = kernel.repairs_for(refusals) or ()
-            waste = sum(r.waste(Query(op, device, module.limits())) for r in repairs)
-            cache[key] = model.kernel(kernel, op, device, env, waste)
-        cost = cache[key]
-        total["seconds"] += cost.seconds
-        total["bytes"] += cost.bytes
-        total["flops"] += cost.flops
-        total["groups"] += 1
-    return {"sizes": dict(env), **total}
+            query = Query(op, device, limits)
+            repairs = kernel.repairs_for(kernel.refusals(query)) or ()
+            waste = sum(r.waste(query) for r in repairs)
+            cost = model.kernel(kernel, op, device, env, waste)
+            cache[key] = cost, model.roofline(op, device, env).seconds
+        found.append(GroupCost(item, kernel.name, *cache[key]))
+    return found
+
+
+def predict_step(
+    module: Module, device: Device, backends: Backends, env: Mapping[str, int]
+) -> dict[str, Any]:
+    """Sums over the groups of a step at concrete sizes. Units: seconds, bytes, operations."""
+    groups = group_costs(module, device, backends, env)
+    return {
+        "sizes": dict(env),
+        "seconds": sum(g.cost.seconds for g in groups),
+        "roofline_seconds": sum(g.roofline_seconds for g in groups),
+        "bytes": sum(g.cost.bytes for g in groups),
+        "flops": sum(g.cost.flops for g in groups),
+        "groups": len(groups),
+    }

@@ -34,6 +34,11 @@ class Candidate:
         """Whether the kernel can be taken."""
         return self.repairs is not None and not self.ban
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether it is the user who forbids it."""
+        return self.ban.startswith("--")
+
     def waste(self, query: Query) -> float:
         """Extra work of the repairs, as a fraction."""
         return sum(r.waste(query) for r in self.repairs or ())

@@ -40,6 +40,7 @@ class _Row:
     best: Candidate
     cost: Cost
     runner_up: tuple[str, float] | None
+    unforced: tuple[str, float] | None  # the choice without --pin and --forbid, where it is faster
 
 
 def select(module: Module, target: Target) -> Module:
@@ -88,12 +89,43 @@ def _fused_or_split(
         if whole is None
         else f"its parts save {(whole - split) * 1e6:.1f} us"
     )
+    forced = _cost_of_forced_split(op, inlined, graph, target, limits)
+    if forced is not None:
+        kernel, seconds = forced
+        reason += f"; forced: {kernel} would take {seconds * 1e6:.1f} us less"
+    data = (("unforced_split", list(forced)),) if forced is not None else ()
     target.report.add(
-        Decision(f"select {graph.name}", kind_of(op), "split into its ops", reason, "repair")
+        Decision(f"select {graph.name}", kind_of(op), "split into its ops", reason, "repair", data)
     )
     return [
         _choose(o, inner, target, limits, inner_strided) if needs_kernel(o) else o for o in inlined
     ]
+
+
+def _cost_of_forced_split(
+    op: Op, inlined: Sequence[Op], graph: Graph, target: Target,
+    limits: Mapping[str, tuple[int, int]],
+) -> tuple[str, float] | None:  # fmt: skip
+    """(kernel, seconds lost) where only a --pin or --forbid made the group be split."""
+    strided = strided_of(graph)
+    query = query_of(op, target, limits, strided)
+    forced = [
+        replace(c, ban="")
+        for c in candidates_of(op, query, target)
+        if c.is_forced and c.repairs is not None
+    ]
+    if not forced:
+        return None
+    sizes = sample_sizes(target, limits)
+    env = sizes[0] if target.strategy.phase == "decode" else sizes[-1]
+    whole = min((cost_of(c, query, target, env).seconds, c.kernel.name) for c in forced)
+    parts = 0.0
+    for part in inlined:
+        if needs_kernel(part):
+            asked = query_of(part, target, limits, strided)
+            usable = _usable(candidates_of(part, asked, target))
+            parts += min(cost_of(c, asked, target, env).seconds for c in usable)
+    return (whole[1], parts - whole[0]) if whole[0] < parts else None
 
 
 def _inline(op: Op) -> list[Op]:
@@ -180,7 +212,19 @@ def _row(
     others = [c for c in found if c.is_usable and c.kernel.name != best.kernel.name]
     rest = sorted((cost_of(c, query, target, env).seconds, c.kernel.name) for c in others)
     runner_up = (rest[0][1], rest[0][0] - cost.seconds) if rest else None
-    return _Row(env, best, cost, runner_up)
+    return _Row(env, best, cost, runner_up, _unforced(found, cost, query, target, env))
+
+
+def _unforced(
+    found: Sequence[Candidate], cost: Cost, query: Query, target: Target, env: Mapping[str, int]
+) -> tuple[str, float] | None:
+    """(kernel, seconds) that would be taken if the user had not forced another choice."""
+    free = [replace(c, ban="") if c.is_forced else c for c in found]
+    if free == list(found):
+        return None
+    priced = [(cost_of(c, query, target, env).seconds, c.kernel.name) for c in _usable(free)]
+    seconds, name = min(priced)
+    return (name, seconds) if seconds < cost.seconds else None
 
 
 def _is_preferred(candidate: Candidate, target: Target) -> bool:
@@ -216,6 +260,10 @@ def _report(
     parts = [f"{last.cost.seconds * 1e6:.1f} us at {_sizes(last.env)}, {last.cost.bound}-bound"]
     if repairs:
         parts.append(f"repaired: {'; '.join(repairs)} ({last.best.waste(query):.0%} more work)")
+    if last.unforced is not None:
+        name, seconds = last.unforced
+        lost = last.cost.seconds - seconds
+        parts.append(f"forced: {name} would take {lost * 1e6:.1f} us less")
     severity = "repair" if repairs else "info"
     if kernel.generic:
         severity = "fallback"
@@ -240,6 +288,7 @@ def _report(
         "basis": last.cost.basis,
         "roofline_seconds": ideal,
         "next_best": list(last.runner_up) if last.runner_up else None,
+        "unforced": list(last.unforced) if last.unforced else None,
         "refused": alternates,
         "repairs": repairs,
         "generic": kernel.generic,
