@@ -63,6 +63,16 @@ def is_view(op: Op) -> bool:
     return op.name not in ("call", "fused") and VIEW in op_def(op.name).traits
 
 
+def gain_of_change(before: Sequence[Op], after: Sequence[Op], env: Env) -> Gain:
+    """What is saved if other ops, each run by itself, stand for some ops."""
+    had, has = ([op for op in ops if not is_view(op)] for ops in (before, after))
+    return Gain(_traffic(had, env) - _traffic(has, env), len(had) - len(has))
+
+
+def _traffic(ops: Sequence[Op], env: Env) -> int:
+    return sum(bytes_of(v, env) for op in ops for v in (*op.operands, *op.results))
+
+
 def gain_of_group(ops: Sequence[Op], returned: frozenset[str], env: Env) -> Gain:
     """What is saved if ops run as one: inner values stay inside, outer ones are read once.
 
@@ -83,12 +93,12 @@ def gain_of_group(ops: Sequence[Op], returned: frozenset[str], env: Env) -> Gain
     made = {v.name: v for op in working for v in op.results}
     leaving = {root(v).name for op in ops for v in op.results if v.name in returned}
     saved = sum(bytes_of(v, env) for name, v in made.items() if name not in leaving)
-    reads: dict[str, int] = {}
+    read: set[str] = set()
     for op in working:
         for value in op.operands:
             origin = root(value)
             # A group reads what comes from outside once, and what it makes itself never.
-            if origin.name in made or reads.get(origin.name, 0):
+            if origin.name in made or value.name in read:
                 saved += bytes_of(value, env)
-            reads[origin.name] = reads.get(origin.name, 0) + 1
+            read.add(value.name)
     return Gain(saved, max(len(working) - 1, 0))
