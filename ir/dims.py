@@ -4,6 +4,7 @@ Printed ``2*T+1``, ``T//4``, ``ceildiv(T,4)``. A size is kept in one canonical f
 means equal size; nothing more than affine arithmetic is ever decided here.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -168,6 +169,27 @@ def product(sizes: Iterable[Dim]) -> Dim:
     return total
 
 
+def same_product(left: Iterable[Dim], right: Iterable[Dim]) -> bool:
+    """Whether two products of sizes are equal for all values of the symbols.
+
+    Unlike `product` it takes any number of symbolic sizes; equal products of unlike sizes (``T*T``
+    against ``(T+1)*(T-1)+1``) are not seen.
+    """
+    return _primitive(left) == _primitive(right)
+
+
+def _primitive(sizes: Iterable[Dim]) -> tuple[int, list[Dim]]:
+    """Number in front of a product, and its symbolic sizes without common factors."""
+    number, symbolic = 1, []
+    for size in sizes:
+        content = math.gcd(size.constant, *(c for _, c in size.terms))
+        number *= content if size.terms else size.constant
+        if size.terms:
+            terms = tuple((atom, c // content) for atom, c in size.terms)
+            symbolic.append(Dim(terms, size.constant // content))
+    return number, sorted(symbolic)
+
+
 def _factor(atom: Atom) -> str:
     text = str(atom)
     return text if text.isidentifier() or text.startswith("ceildiv(") else f"({text})"
@@ -187,16 +209,34 @@ def _collect(terms: list[tuple[Atom, int]], constant: int) -> Dim:
 def _divide(size: Dim, divisor: int, *, ceil: bool) -> Dim:
     if divisor <= 0:
         raise TypeMismatch(f"size ({size})//{divisor}: the divisor must be positive")
+    size, divisor = _unnested(size, divisor, ceil=ceil)
     if divisor == 1:
         return size
+    common = math.gcd(divisor, *(c for _, c in size.terms))
+    if common > 1:
+        # (6*T+3)//4 = (3*T + 3//2)//2: a whole number of parts stays below or above the rest.
+        terms = tuple((a, c // common) for a, c in size.terms)
+        rounded = -(-size.constant // common) if ceil else size.constant // common
+        return _divide(Dim(terms, rounded), divisor // common, ceil=ceil)
     # Terms whose coefficient divides leave the quotient: (4*T+2)//4 = T + 2//4.
     whole = [(a, c // divisor) for a, c in size.terms if c % divisor == 0]
     rest = [(a, c) for a, c in size.terms if c % divisor]
     quotient, remainder = divmod(size.constant, divisor)
     if not rest:
         return _collect(whole, quotient + (1 if ceil and remainder else 0))
-    atom = Quotient(_collect(rest, remainder), divisor, ceil)
-    return _collect([*whole, (atom, 1)], quotient)
+    if whole:
+        inner = _divide(_collect(rest, remainder), divisor, ceil=ceil)
+        return _collect([*whole, *inner.terms], quotient + inner.constant)
+    return Dim(((Quotient(Dim(tuple(rest), remainder), divisor, ceil), 1),), quotient)
+
+
+def _unnested(size: Dim, divisor: int, *, ceil: bool) -> tuple[Dim, int]:
+    """``(a//b + c)//d = (a + b*c)//(b*d)``, which holds for ceilings too."""
+    if len(size.terms) == 1:
+        ((inner, coefficient),) = size.terms
+        if isinstance(inner, Quotient) and inner.ceil == ceil and coefficient == 1:
+            return inner.inner + size.constant * inner.divisor, inner.divisor * divisor
+    return size, divisor
 
 
 def _quotient(value: int, atom: Quotient) -> int:

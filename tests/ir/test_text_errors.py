@@ -164,8 +164,8 @@ def test_the_whole_message() -> None:
     [
         "(" * 5000,
         "graph f() { f() {a = " + "(" * 5000 + ")" * 5000 + "} return }",
-        "graph f(%x: f32[" + "(" * 3000 + "T" + "//2+1)" * 3000 + "]) { return }",
-        "graph f() { f() {a = dim(" + "(" * 3000 + "T" + "//2+1)" * 3000 + ")} return }",
+        "graph f(%x: f32[" + "(" * 3000 + "T" + "//2+T)" * 3000 + "]) { return }",
+        "graph f() { f() {a = dim(" + "(" * 3000 + "T" + "//2+T)" * 3000 + ")} return }",
         "graph f() {" + "fused[a]() body () {" * 2000 + "return }" * 2000 + "return }",
         f"graph f() {{ f() {{a = dim({'9' * 5000})}} return }}",
         f"graph f(%x: i8/{'9' * 5000}:f16[4]) {{ return }}",
