@@ -19,8 +19,9 @@ from metainfer.compiler.capacity import Capacity, plan_capacity
 from metainfer.compiler.capture import Captured, capture_language_model, capture_module
 from metainfer.compiler.check import pass_checker
 from metainfer.compiler.cost import CostModel
+from metainfer.compiler.overrides import check_applied, check_overrides
 from metainfer.compiler.predict import predict
-from metainfer.compiler.sources import resolve_model
+from metainfer.compiler.sources import known_name, resolve_model
 from metainfer.hardware.device import Device
 from metainfer.hardware.load import load_machine
 from metainfer.hardware.machine import Machine
@@ -53,6 +54,7 @@ class _Input:
     checkpoint: Checkpoint | None
     report: Report
     progress: Progress
+    argument: str
     interpreted: bool = False  # whether every pass is checked by interpreting before and after
 
     @property
@@ -91,7 +93,9 @@ def compile(
     chosen = replace(options or Options(), **fields)
     spec = _resolve(model, example_inputs, dynamic)
     machine = hw if isinstance(hw, Machine) else load_machine(str(hw))
-    given = _Input(spec, machine, chosen, installed(), _open(spec), Report(), progress)
+    check_overrides(chosen, installed().kernels)
+    argument = _argument(model, spec)
+    given = _Input(spec, machine, chosen, installed(), _open(spec), Report(), progress, argument)
     if os.environ.get("METAINFER_VERIFY", "1") == "2":
         given = _checked_on_tiny(given, begun)
     try:
@@ -115,6 +119,21 @@ def _resolve(model: Any, examples: Sequence[torch.Tensor] | None, dynamic: Any) 
         rows = tuple(tuple(names) for names in dynamic)
         return resolve_model(model, example_inputs=lambda: inputs, dynamic=rows)
     return resolve_model(model)
+
+
+def _argument(model: Any, spec: ModelSpec) -> str:
+    """How the model can be found again: a known name or an absolute path, "" if it cannot."""
+    if not isinstance(model, str | Path):
+        return ""
+    path = spec.source_file
+    if path is not None and known_name(Path(path)) == spec.name:
+        return spec.name
+    text = str(model)
+    base, colon, variant = text.rpartition(":")
+    for place, rest in ((text, ""), (base, colon + variant)):
+        if place and Path(place).expanduser().exists():
+            return str(Path(place).expanduser().resolve()) + rest
+    return text
 
 
 def _checked_on_tiny(given: _Input, begun: float) -> _Input:
@@ -162,6 +181,7 @@ def _compile(given: _Input, instance: nn.Module | None, begun: float) -> Plan:
         page_size = page_size or _page_size(compiled)
         timings[f"passes {phase}"] = time.perf_counter() - start
         timings.update({f"{phase} {t.name}": t.seconds + t.verify_seconds for t in steps})
+    check_applied(given.options, modules)
     given.progress("memory")
     capacity = plan_capacity(
         modules, given.device, given.backends, given.options, max_context=_max_context(given)
@@ -365,6 +385,7 @@ def _model_meta(given: _Input, captured: Captured) -> dict[str, Any]:
     return {
         "name": spec.name,
         "kind": spec.kind,
+        "argument": given.argument,
         "checkpoint": _location(spec.locate_checkpoint),
         "checkpoint_hash": given.checkpoint.content_hash() if given.checkpoint else "",
         "tokenizer": _location(spec.locate_tokenizer),

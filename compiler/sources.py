@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -66,6 +67,17 @@ def resolve_model(
     if part is not None:
         return _variant_of_path(part, variant)
     return _from_module(base, variant)
+
+
+def known_name(path: Path) -> str:
+    """The known name of a model file that is the installed one, byte for byte; "" for any other."""
+    for name, module in MODELS.items():
+        spec = find_spec(module)
+        if spec is None or spec.origin is None or not path.is_file():
+            continue
+        if Path(spec.origin).read_bytes() == path.read_bytes():
+            return name
+    return ""
 
 
 def _existing(text: str) -> Path | None:
