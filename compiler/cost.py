@@ -62,10 +62,19 @@ class CostModel:
                 extra += self.layouts.get(name).num_bytes(type_) - type_.bytes_at({})
         return extra
 
-    def roofline(self, op: Op, device: Device, env: Mapping[str, int]) -> Cost:
-        """What no kernel can beat: the device's sustained rates and no launch."""
+    def roofline(
+        self, op: Op, device: Device, env: Mapping[str, int], arithmetic: str = ""
+    ) -> Cost:
+        """What no kernel can beat: the device's sustained rates and no launch.
+
+        Args:
+            op: the group.
+            device: where it runs.
+            env: values of the size symbols.
+            arithmetic: name of the rate that the kernel computes at; "" is that of the op's type.
+        """
         flops, moved = work_of(op, env)
-        rate = _device_rate(device, _arithmetic(op))
+        rate = _device_rate(device, arithmetic or _arithmetic(op))
         memory, compute = moved / device.memory_bandwidth.sustained, flops / rate
         bound = "memory" if memory >= compute else "compute"
         return Cost(max(memory, compute), flops, moved, bound)

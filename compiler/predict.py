@@ -83,7 +83,8 @@ def group_costs(
             repairs = kernel.repairs_for(kernel.refusals(query)) or ()
             waste = sum(r.waste(query) for r in repairs)
             cost = model.kernel(kernel, op, device, env, waste)
-            cache[key] = cost, model.roofline(op, device, env).seconds
+            least = model.roofline(op, device, env, kernel.efficiency.rate)
+            cache[key] = cost, least.seconds
         found.append(GroupCost(item, kernel.name, *cache[key]))
     return found
 

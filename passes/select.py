@@ -255,7 +255,7 @@ def _report(
     last = rows[-1] if target.strategy.phase != "decode" else rows[0]
     kernel = last.best.kernel
     repairs = [r.text for r in last.best.repairs or ()]
-    ideal = _roofline(op, target, last.env)
+    ideal = _roofline(op, target, last.env, kernel.efficiency.rate)
     loss = max(last.cost.seconds - ideal, 0.0)
     parts = [f"{last.cost.seconds * 1e6:.1f} us at {_sizes(last.env)}, {last.cost.bound}-bound"]
     if repairs:
@@ -305,8 +305,8 @@ def _report(
     )
 
 
-def _roofline(op: Op, target: Target, env: Mapping[str, int]) -> float:
-    cost: Cost = target.costs.roofline(op, target.device, env)
+def _roofline(op: Op, target: Target, env: Mapping[str, int], arithmetic: str) -> float:
+    cost: Cost = target.costs.roofline(op, target.device, env, arithmetic)
     return cost.seconds
 
 

@@ -25,8 +25,10 @@ class CostModel(Protocol):
         """Predicted cost of a group by a kernel."""
         ...
 
-    def roofline(self, op: Op, device: Device, env: Mapping[str, int]) -> Cost:
-        """What no kernel can beat."""
+    def roofline(
+        self, op: Op, device: Device, env: Mapping[str, int], arithmetic: str = ""
+    ) -> Cost:
+        """What no kernel can beat that computes at the named rate."""
         ...
 
 
