@@ -1,0 +1,79 @@
+"""Every text case of every pass: text and numbers at once.
+
+A case is a header (``# pass: fuse   hw: cpu   phase: decode``), a graph or module, ``# -----``, and
+what the passes make of it.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pass_oracle import assert_same_numbers, parse_any, print_any, target_for
+
+from metainfer.ir.graph import Module
+from metainfer.ir.verify import verify_module
+from metainfer.passes.canonicalize import canonicalize
+from metainfer.passes.fuse import fuse
+from metainfer.passes.merge_linears import merge_linears
+from metainfer.passes.raise_ops import raise_ops
+from metainfer.passes.seam import seam
+
+CASES = Path(__file__).parent / "cases"
+LINE = "# -----\n"
+PASSES = {
+    "raise": raise_ops,
+    "canonicalize": canonicalize,
+    "merge_linears": merge_linears,
+    "seam": seam,
+    "fuse": fuse,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    header: dict[str, str]
+    before: str
+    after: str
+
+    @staticmethod
+    def read(path: Path) -> "Case":
+        text = path.read_text()
+        before, _, after = text.partition(LINE)
+        first = before.splitlines()[0]
+        pairs = re.findall(r"(\w+): ([\w,]+)", first)
+        return Case(dict(pairs), before, after)
+
+
+def run(case: Case) -> tuple[Module, Module, str]:
+    module = parse_any(case.before)
+    target = target_for(case.header.get("hw", "cpu"), case.header.get("phase", "decode"))
+    made = module
+    verify_module(module)
+    for name in case.header["pass"].split(","):
+        made = PASSES[name](made, target)
+        verify_module(made)
+    is_module = re.search(r"^module\b", case.before, re.MULTILINE) is not None
+    text = print_any(made, bare=not is_module and not made.loads)
+    return module, made, text
+
+
+FILES = sorted(CASES.glob("*/*.mir"))
+
+
+def test_every_folder_is_a_pass_and_none_is_empty() -> None:
+    folders = {path.parent.name for path in FILES}
+    assert folders == set(PASSES)
+    assert len(FILES) >= 35
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_case(path: Path, update_golden: bool) -> None:
+    case = Case.read(path)
+    before, after, text = run(case)
+    if update_golden:
+        path.write_text(case.before + LINE + text)
+        case = Case.read(path)
+    assert text == case.after
+    assert parse_any(text) == after
+    assert_same_numbers(before, after)
