@@ -1,7 +1,7 @@
 """The engine: prompts in, answers out; requests of any lengths share the steps of one runner."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from metainfer.runtime.chat import Message, encode_chat
 from metainfer.runtime.requests import Clock, Completion, Piece, Request
 from metainfer.runtime.runner import StepRunner
 from metainfer.runtime.sampling import SamplingParams, sample
-from metainfer.runtime.scheduler import Batch, Capacity, Scheduler, build_step
+from metainfer.runtime.scheduler import Batch, PoolCapacity, Scheduler, build_step
 from metainfer.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -95,7 +95,7 @@ class Engine:
         return self.runner.plan_hash
 
     @property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> PoolCapacity:
         """What fits into the states at once."""
         return self._scheduler.capacity
 
@@ -131,7 +131,9 @@ class Engine:
                 self.cancel(request)
         return [r.completion(self.plan_hash) for r in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[Piece, None, None]:
         """Answer one prompt piece by piece; the last piece has the completion.
 
         The request is queued when the first piece is asked for, and dropped when the iterator is
@@ -152,7 +154,7 @@ class Engine:
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Answer a chat piece by piece. Raises: MetainferError as `chat` and `stream`."""
         return self.stream(self._chat_ids(messages), params)
 
@@ -238,7 +240,7 @@ class Engine:
             if any(r.error is not None for r in own):
                 raise
 
-    def _pieces(self, request: Request) -> Iterator[Piece]:
+    def _pieces(self, request: Request) -> Generator[Piece, None, None]:
         try:
             self._scheduler.submit(request)
             while True:

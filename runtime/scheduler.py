@@ -73,7 +73,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class PoolCapacity:
     """What fits into the states at once.
 
     Attributes:
@@ -117,9 +117,9 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     @property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> PoolCapacity:
         """What fits into the states at once."""
-        return Capacity(
+        return PoolCapacity(
             tokens=self.pages.capacity,
             context=min(self._max_context, self.pages.capacity),
             sequences=self._max_sequences,
