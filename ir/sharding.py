@@ -186,14 +186,14 @@ def propagate(
         name: of the op.
         operands: operand types with their shardings.
         attrs: attributes of the op.
-        results: result types; their shardings are replaced. A state's fields keep theirs, which are
+        results: result types, whose shardings are replaced. A state's fields keep theirs, which are
             those of the operand that the state came from.
         mesh: if given, sharded sizes must divide by its axes.
 
     Raises: TypeMismatch naming the op, the operand, the axis and the rule.
     """
     if not _is_sharded(operands):
-        return tuple(_with_sharding(r, {}) for r in results)
+        return tuple(_with_sharding(r, {}) if _is_sharded([r]) else r for r in results)
     record = op_def(name)
     complete = record.complete(attrs)
     rule_text = record.shard_rule(operands, complete)

@@ -3,7 +3,7 @@
 Importing this package registers them all.
 """
 
-from metainfer.ir.ops import attention, elementwise, linear, load, nn, reduce, shape
+from metainfer.ir.ops import attention, collective, elementwise, linear, load, nn, reduce, shape
 from metainfer.ir.ops.record import OPS, Builder, OpDef, infer_types, op_def, op_sizes
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Builder",
     "OpDef",
     "attention",
+    "collective",
     "elementwise",
     "infer_types",
     "linear",

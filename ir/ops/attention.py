@@ -5,9 +5,12 @@ from typing import cast
 
 import numpy as np
 
+from metainfer.ir.dims import Dim
+from metainfer.ir.dtypes import BOOL
 from metainfer.ir.errors import TypeMismatch
+from metainfer.ir.ops import shard_rules
 from metainfer.ir.ops.elementwise import per_element
-from metainfer.ir.ops.infer import state_of, tensor_of
+from metainfer.ir.ops.infer import broadcast_shapes, floats_of, integers_of, state_of, tensor_of
 from metainfer.ir.ops.record import OPS, RAW, STATEFUL, Array, Attrs, Sizes, op
 from metainfer.ir.rope import Rope
 from metainfer.ir.types import StateType, TensorType, Type
@@ -16,13 +19,13 @@ State = Mapping[str, Array]
 
 
 def _infer_rope(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    x, positions = tensor_of(types[0]), tensor_of(types[1])
+    x, positions = floats_of(types[0], "rope"), integers_of(types[1], "positions")
     if x.rank < 3 or positions.shape != x.shape[:-2]:
         raise TypeMismatch(
             f"rope of {x} at positions {positions}: wanted [..., heads, width] and [...]"
         )
     width = int(cast(int, attrs["width"])) or x.shape[-1].static
-    if width % 2 or width > x.shape[-1].static:
+    if width < 0 or width % 2 or width > x.shape[-1].static:
         raise TypeMismatch(f"rope rotates {width} of {x.shape[-1]} numbers: wanted an even part")
     return (x,)
 
@@ -68,22 +71,37 @@ def rope(
 
 
 def _infer_sdpa(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    q, k, v = (tensor_of(t) for t in types[:3])
+    q, k, v = (floats_of(t, "sdpa") for t in types[:3])
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeMismatch(f"sdpa: element types differ: {q}, {k}, {v}", advice="insert a cast")
     if not q.rank == k.rank == v.rank >= 3:
         raise TypeMismatch(f"sdpa of {q}, {k}, {v}: wanted equal ranks [..., heads, tokens, width]")
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or k.shape[-3] != v.shape[-3]:
         raise TypeMismatch(f"sdpa of {q}, {k}, {v}: widths or key counts differ")
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise TypeMismatch(f"sdpa of {q}, {k}, {v}: batch dims differ", advice="broadcast them")
     if q.shape[-3].static % k.shape[-3].static:
         raise TypeMismatch(f"sdpa: {q.shape[-3]} query heads over {k.shape[-3]} key heads")
+    if len(types) > 3:
+        _check_mask(tensor_of(types[3]), (*q.shape[:-1], k.shape[-2]))
     return (q.with_shape((*q.shape[:-1], v.shape[-1])),)
+
+
+def _check_mask(mask: TensorType, scores: tuple[Dim, ...]) -> None:
+    if mask.dtype != BOOL and not mask.dtype.is_float:
+        raise TypeMismatch(f"sdpa: a mask is bool or floating point, got {mask}")
+    if broadcast_shapes([mask.shape, scores]) != scores:
+        wanted = ", ".join(map(str, scores))
+        raise TypeMismatch(f"sdpa: mask {mask} does not broadcast to scores [{wanted}]")
 
 
 def _sdpa_flops(sizes: Sizes) -> int:
     *_, keys, width = sizes.shape(1)
-    return 4 * int(np.prod(sizes.shape(0)[:-1], dtype=np.int64)) * keys * width
+    queries = int(np.prod(sizes.shape(0)[:-1], dtype=np.int64))
+    return 2 * queries * keys * (width + sizes.shape(2)[-1])
 
 
-@op("sdpa", infer=_infer_sdpa, flops=_sdpa_flops)
+@op("sdpa", infer=_infer_sdpa, flops=_sdpa_flops, shard=shard_rules.sdpa)
 def sdpa(
     q: Array,
     k: Array,
@@ -112,7 +130,10 @@ def sdpa(
 
 
 def _infer_kv_write(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    state, k, v, slots = state_of(types[0]), *(tensor_of(t) for t in types[1:])
+    state, k, v = state_of(types[0]), floats_of(types[1], "keys"), floats_of(types[2], "values")
+    slots = integers_of(types[3], "slots")
+    if slots.rank != 1:
+        raise TypeMismatch(f"kv_write at slots {slots}: wanted [T]")
     for name, value in (("k", k), ("v", v)):
         entry = state.field_type(name)
         if value.shape != (*slots.shape, *entry.shape):
@@ -124,7 +145,13 @@ def _entry_bytes(sizes: Sizes) -> int:
     return 2 * cast(StateType, sizes.operands[0]).entry_bytes() * sizes.shape(1)[0]
 
 
-@op("kv_write", infer=_infer_kv_write, bytes=_entry_bytes, traits=[STATEFUL, RAW])
+@op(
+    "kv_write",
+    infer=_infer_kv_write,
+    bytes=_entry_bytes,
+    shard="{H D!}, T! H D!, T! H D!, T! -> {H D!}",
+    traits=[STATEFUL, RAW],
+)
 def kv_write(state: State, k: Array, v: Array, slots: Array) -> State:
     """Write each token's key and value to its slot of the paged state.
 
@@ -140,10 +167,17 @@ def kv_write(state: State, k: Array, v: Array, slots: Array) -> State:
 
 
 def _infer_attention(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    q, state = tensor_of(types[0]), state_of(types[1])
+    q, state = floats_of(types[0], "attention"), state_of(types[1])
     k, v = state.field_type("k"), state.field_type("v")
-    if q.rank != 3 or k.rank != 2 or q.shape[-1] != k.shape[-1]:
-        raise TypeMismatch(f"attention of {q} over {state}")
+    if q.rank != 3 or k.rank != 2 or v.rank != 2 or k.shape[0] != v.shape[0]:
+        raise TypeMismatch(f"attention of {q} over {state}: wanted [T, H, D] over k, v [G, D]")
+    if q.shape[-1] != k.shape[-1]:
+        raise TypeMismatch(f"attention: heads of {q.shape[-1]} over keys of {k.shape[-1]}")
+    starts, lengths, pages = (integers_of(t, "the step's fields") for t in types[2:])
+    if (starts.rank, lengths.rank, pages.rank) != (1, 1, 2):
+        raise TypeMismatch(f"attention: starts {starts}, lengths {lengths}, pages {pages}")
+    if starts.shape[0] != lengths.shape[0] + 1 or pages.shape[0] != lengths.shape[0]:
+        raise TypeMismatch(f"attention: starts {starts}, lengths {lengths}, pages {pages}")
     if q.shape[1].static % k.shape[0].static:
         raise TypeMismatch(f"attention: {q.shape[1]} query heads over {k.shape[0]} key heads")
     return (q.with_shape((q.shape[0], q.shape[1], v.shape[-1])),)
@@ -159,10 +193,14 @@ def context_of(sizes: Sizes) -> int:
 
 def _attention_flops(sizes: Sizes) -> int:
     tokens, heads, width = sizes.shape(0)
-    # A prefill's queries see half of their own tokens on average; the older context they see whole.
-    per_sequence = max(tokens // max(sizes.env["B"], 1), 1)
-    seen = max(context_of(sizes) - per_sequence // 2, 1)
-    return 4 * tokens * heads * width * seen
+    state, batch = cast(StateType, sizes.operands[1]), max(sizes.env["B"], 1)
+    context = max(sizes.env["P"] * (state.page_size or 1), -(-tokens // batch))
+    # With equal sequences, query i of t sees context - t + i + 1 keys: together t (2c - t + 1) / 2.
+    seen = tokens * (2 * context + 1) // 2 - tokens * tokens // (2 * batch)
+    window = int(cast(int, sizes.attrs.get("window", 0)))
+    if window:
+        seen = min(seen, tokens * window)
+    return 2 * heads * (width + sizes.result_shape()[-1]) * seen
 
 
 def _attention_bytes(sizes: Sizes) -> int:
@@ -176,6 +214,7 @@ def _attention_bytes(sizes: Sizes) -> int:
     infer=_infer_attention,
     flops=_attention_flops,
     bytes=_attention_bytes,
+    shard="T! H D!, {H D!}, S!, B!, B! P! -> T! H E!",
     traits=[RAW],
 )
 def attention(

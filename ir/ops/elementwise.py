@@ -12,6 +12,7 @@ from metainfer.ir.ops.infer import (
     comparison,
     elementwise,
     floats_only,
+    numbers_only,
     scalar_of,
     tensor_of,
 )
@@ -27,17 +28,23 @@ def per_element(count: int) -> Count:
 
 
 def _unary(
-    name: str, function: Callable[[Array], Array], flops: int = 1, *, real: bool = True
+    name: str,
+    function: Callable[[Array], Array],
+    flops: int = 1,
+    *,
+    real: bool = True,
+    linear: bool = False,
 ) -> None:
     def reference(x: Array) -> Array:
         return function(x)
 
     reference.__doc__ = f"Apply {name} to each element."
-    infer = floats_only(elementwise) if real else elementwise
-    op(name, infer=infer, flops=per_element(flops), shard="...=", traits=[ELEMENTWISE])(reference)
+    infer = floats_only(elementwise) if real else numbers_only(elementwise)
+    shard = "...=+" if linear else "...="
+    op(name, infer=infer, flops=per_element(flops), shard=shard, traits=[ELEMENTWISE])(reference)
 
 
-_unary("neg", np.negative, real=False)
+_unary("neg", np.negative, real=False, linear=True)
 _unary("abs", np.abs, real=False)
 _unary("exp", np.exp, 8)
 _unary("log", np.log, 8)
@@ -78,29 +85,35 @@ def logical_not(x: Array) -> Array:
     return np.logical_not(x)
 
 
-def _binary(name: str, function: Callable[[Array, Array], Array], *, linear: bool = False) -> None:
+def _binary(
+    name: str,
+    function: Callable[[Array, Array], Array],
+    *,
+    shard: str = "...=",
+    bools: bool = False,
+) -> None:
     def reference(x: Array, y: Array) -> Array:
         return function(x, y)
 
     reference.__doc__ = f"Apply {name} to each pair of elements, broadcasting."
-    # Sums pass a pending sum on when both sides are pending over the same axis.
-    shard = "...=+" if linear else "...="
-    op(name, infer=elementwise, flops=per_element(1), shard=shard, traits=[ELEMENTWISE])(reference)
+    infer = elementwise if bools else numbers_only(elementwise)
+    op(name, infer=infer, flops=per_element(1), shard=shard, traits=[ELEMENTWISE])(reference)
 
 
 def _divide(x: Array, y: Array) -> Array:
+    # Integers divided by 0 give 0, as everywhere in numpy.
     return np.true_divide(x, y) if x.dtype.kind == "f" else np.floor_divide(x, y)
 
 
-_binary("add", np.add, linear=True)
-_binary("sub", np.subtract, linear=True)
-_binary("mul", np.multiply)
-_binary("div", _divide)
+_binary("add", np.add, shard="...=+", bools=True)
+_binary("sub", np.subtract, shard="...=+")
+_binary("mul", np.multiply, shard="...= ; sums 0 | 1", bools=True)
+_binary("div", _divide, shard="...= ; sums 0")
 _binary("floor_div", np.floor_divide)
 _binary("remainder", np.remainder)
 _binary("pow", np.power)
-_binary("maximum", np.maximum)
-_binary("minimum", np.minimum)
+_binary("maximum", np.maximum, bools=True)
+_binary("minimum", np.minimum, bools=True)
 
 
 def _compare(name: str, function: Callable[[Array, Array], Array]) -> None:
@@ -130,7 +143,13 @@ def _infer_where(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (TensorType(broadcast_shapes([condition.shape, x.shape, y.shape]), x.dtype),)
 
 
-@op("where", infer=_infer_where, flops=per_element(1), shard="...=", traits=[ELEMENTWISE])
+@op(
+    "where",
+    infer=_infer_where,
+    flops=per_element(1),
+    shard="...= ; sums 1 2",
+    traits=[ELEMENTWISE],
+)
 def where(condition: Array, x: Array, y: Array) -> Array:
     """Take x where the condition holds, else y."""
     return np.where(condition, x, y)

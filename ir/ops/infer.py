@@ -82,29 +82,81 @@ def floats_only(infer: Infer) -> Infer:
     return checked
 
 
+def numbers_only(infer: Infer) -> Infer:
+    """Refuse truth values."""
+
+    def checked(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
+        for type_ in types:
+            if tensor_of(type_).dtype == BOOL:
+                raise TypeMismatch(f"needs numbers, got {type_}", advice="insert a cast")
+        return infer(types, attrs)
+
+    return checked
+
+
+def integers_of(type_: Type, what: str) -> TensorType:
+    """The type as that of a tensor of integers.
+
+    Raises: TypeMismatch if it is not.
+    """
+    found = tensor_of(type_)
+    if found.dtype.kind not in ("int", "uint"):
+        raise TypeMismatch(f"{what} are integers, got {found}", advice="insert a cast")
+    return found
+
+
+def floats_of(type_: Type, what: str) -> TensorType:
+    """The type as that of a tensor of floating-point numbers.
+
+    Raises: TypeMismatch if it is not.
+    """
+    found = tensor_of(type_)
+    if not found.dtype.is_float:
+        raise TypeMismatch(f"{what} needs floating point, got {found}", advice="insert a cast")
+    return found
+
+
 def axis_of(value: Attr, rank: int) -> int:
     """A dim number, negative ones counted from the end.
 
     Raises: TypeMismatch if out of range.
     """
-    axis = int(cast(int, value))
+    axis = size_of(value).static
     if not -rank <= axis < rank:
         raise TypeMismatch(f"dim {axis} of a tensor of rank {rank}")
     return axis % rank
 
 
 def sizes_of(value: Attr) -> tuple[Dim, ...]:
-    """A tuple attribute as sizes."""
+    """A tuple attribute as sizes.
+
+    Raises: TypeMismatch if it holds anything else.
+    """
     if not isinstance(value, tuple):
         raise TypeMismatch(f"a tuple of sizes is needed, got {value!r}")
-    return tuple(v if isinstance(v, Dim) else dim(cast(int, v)) for v in value)
+    return tuple(size_of(v) for v in value)
+
+
+def size_of(value: Attr) -> Dim:
+    """An attribute as a size.
+
+    Raises: TypeMismatch if it is neither a number nor a symbolic size.
+    """
+    if isinstance(value, Dim):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeMismatch(f"a size is needed, got {value!r}")
+    return dim(value)
 
 
 def ints_of(value: Attr) -> tuple[int, ...]:
-    """A tuple attribute as numbers."""
-    if not isinstance(value, tuple):
-        raise TypeMismatch(f"a tuple of numbers is needed, got {value!r}")
-    return tuple(int(cast(int, v)) for v in value)
+    """A tuple attribute as whole numbers.
+
+    Raises: TypeMismatch if it holds anything else.
+    """
+    if not isinstance(value, tuple) or any(type(v) is not int for v in value):
+        raise TypeMismatch(f"a tuple of whole numbers is needed, got {value!r}")
+    return cast(tuple[int, ...], value)
 
 
 def scalar_of(value: Attr) -> Scalar:
@@ -122,6 +174,8 @@ def reduce_dims(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     """Drop (or keep as 1) the dims in ``dims``."""
     x = tensor_of(types[0])
     axes = {axis_of(a, x.rank) for a in ints_of(attrs["dims"])}
+    if len(axes) != len(ints_of(attrs["dims"])):
+        raise TypeMismatch(f"dims {attrs['dims']} name a dim twice")
     if attrs.get("keep", False):
         return (x.with_shape(tuple(dim(1) if i in axes else n for i, n in enumerate(x.shape))),)
     return (x.with_shape(tuple(n for i, n in enumerate(x.shape) if i not in axes)),)

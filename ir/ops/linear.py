@@ -9,25 +9,34 @@ from metainfer.ir.dims import Dim, dim
 from metainfer.ir.dtypes import Scalar
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr
-from metainfer.ir.ops.infer import broadcast_shapes, ints_of, tensor_of
+from metainfer.ir.ops import shard_rules
+from metainfer.ir.ops.infer import (
+    broadcast_shapes,
+    floats_of,
+    floats_only,
+    ints_of,
+    numbers_only,
+    tensor_of,
+)
 from metainfer.ir.ops.record import Array, Attrs, Sizes, op
 from metainfer.ir.types import TensorType, Type
 
 
 def _infer_linear(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    x, weight = tensor_of(types[0]), tensor_of(types[1])
+    x, weight = floats_of(types[0], "linear"), floats_of(types[1], "linear")
     if x.rank < 1 or weight.rank != 2:
         raise TypeMismatch(f"linear of {x} by {weight}")
     if x.shape[-1] != weight.shape[1]:
         hint = " (it is stored [out, in])" if x.shape[-1] == weight.shape[0] else ""
         raise TypeMismatch(f"linear: inner sizes differ, {x.shape[-1]} and {weight.shape[1]}{hint}")
-    if isinstance(weight.dtype, Scalar) and weight.dtype.is_float and weight.dtype != x.dtype:
-        # A weight kept in a narrower float is a format choice, as block formats are.
-        if weight.dtype.bits >= cast(Scalar, x.dtype).bits:
+    # A weight kept in a narrower float is a format choice, as block formats are.
+    if isinstance(weight.dtype, Scalar) and weight.dtype != x.dtype:
+        if weight.dtype.bits >= x.dtype.bits:
             raise TypeMismatch(
-                f"linear: {x.dtype} by a wider {weight.dtype}", advice="insert a cast"
+                f"linear: {x.dtype} by {weight.dtype}, which is no narrower",
+                advice="insert a cast",
             )
-    if len(types) > 2 and tensor_of(types[2]).shape != (weight.shape[0],):
+    if len(types) > 2 and floats_of(types[2], "linear").shape != (weight.shape[0],):
         raise TypeMismatch(f"linear: bias {types[2]} for {weight.shape[0]} outputs")
     return (x.with_shape((*x.shape[:-1], weight.shape[0])),)
 
@@ -36,7 +45,7 @@ def _linear_flops(sizes: Sizes) -> int:
     return 2 * sizes.num_results() * sizes.shape(1)[1]
 
 
-@op("linear", infer=_infer_linear, flops=_linear_flops, shard="... K+, N K+, N -> ... N")
+@op("linear", infer=_infer_linear, flops=_linear_flops, shard=shard_rules.linear)
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Multiply by a weight stored [out, in] and add a bias. Accumulates in float32.
 
@@ -70,7 +79,7 @@ def _matmul_flops(sizes: Sizes) -> int:
     return 2 * sizes.num_results() * sizes.shape(0)[-1]
 
 
-@op("matmul", infer=_infer_matmul, flops=_matmul_flops, shard="... M K+, ... K+ N -> ... M N")
+@op("matmul", infer=numbers_only(_infer_matmul), flops=_matmul_flops, shard=shard_rules.matmul)
 def matmul(a: Array, b: Array, *, transpose_b: bool = False) -> Array:
     """Batched matrix product, batch dims broadcast. Accumulates in float32.
 
@@ -87,13 +96,23 @@ def _infer_conv2d(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x, w = tensor_of(types[0]), tensor_of(types[1])
     if x.rank != 4 or w.rank != 4:
         raise TypeMismatch(f"conv2d of {x} by {w}: both need four dims")
+    if x.dtype != w.dtype:
+        raise TypeMismatch(f"element types differ: {x.dtype}, {w.dtype}", advice="insert a cast")
+    if len(types) > 2 and tensor_of(types[2]) != TensorType((w.shape[0],), w.dtype):
+        raise TypeMismatch(f"conv2d: bias {types[2]} for {w.shape[0]} {w.dtype} outputs")
     groups = int(cast(int, attrs["groups"]))
+    if groups < 1 or w.shape[0].static % groups:
+        raise TypeMismatch(f"conv2d: {w.shape[0]} outputs in {groups} groups")
     if x.shape[1] != w.shape[1] * groups:
         raise TypeMismatch(f"conv2d: {x.shape[1]} channels by a kernel for {w.shape[1]} x {groups}")
     stride, padding = ints_of(attrs["stride"]), ints_of(attrs["padding"])
+    if len(stride) != 2 or len(padding) != 2 or min(stride) < 1 or min(padding) < 0:
+        raise TypeMismatch(f"conv2d: stride {stride}, padding {padding}: wanted two numbers each")
     sizes = tuple(
         _conv_size(x.shape[2 + i], w.shape[2 + i].static, stride[i], padding[i]) for i in (0, 1)
     )
+    if any(n.is_static and n.static < 1 for n in sizes):
+        raise TypeMismatch(f"conv2d: kernel {w} is larger than the padded image {x}")
     return (x.with_shape((x.shape[0], w.shape[0], *sizes)),)
 
 
@@ -101,7 +120,7 @@ def _conv_flops(sizes: Sizes) -> int:
     return 2 * sizes.num_results() * int(np.prod(sizes.shape(1)[1:]))
 
 
-@op("conv2d", infer=_infer_conv2d, flops=_conv_flops)
+@op("conv2d", infer=floats_only(_infer_conv2d), flops=_conv_flops, shard=shard_rules.conv2d)
 def conv2d(
     x: Array,
     weight: Array,

@@ -8,13 +8,14 @@ import numpy as np
 from metainfer.ir import dtypes
 from metainfer.ir.dtypes import Block, BlockArray, parse_dtype
 from metainfer.ir.errors import TypeMismatch
-from metainfer.ir.ops.infer import scalar_of, tensor_of
+from metainfer.ir.ops import shard_rules
+from metainfer.ir.ops.infer import axis_of, floats_of, scalar_of, tensor_of
 from metainfer.ir.ops.record import RAW, Array, Attrs, op
 from metainfer.ir.types import TensorType, Type
 
 
 def _infer_quantize(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    x = tensor_of(types[0])
+    x = floats_of(types[0], "quantize")
     format_ = parse_dtype(str(attrs["format"]))
     if not isinstance(format_, Block):
         raise TypeMismatch(f"quantize to {format_}: wanted a block format", advice="use cast")
@@ -22,7 +23,7 @@ def _infer_quantize(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (x.with_dtype(format_),)
 
 
-@op("quantize", infer=_infer_quantize, traits=[RAW])
+@op("quantize", infer=_infer_quantize, shard=shard_rules.quantize, traits=[RAW])
 def quantize(x: Array | BlockArray, *, format: str) -> BlockArray:
     """Round to a block format (`ir.dtypes.quantize`)."""
     values = x.dequantize() if isinstance(x, BlockArray) else x
@@ -30,10 +31,15 @@ def quantize(x: Array | BlockArray, *, format: str) -> BlockArray:
 
 
 def _infer_dequantize(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    return (tensor_of(types[0]).with_dtype(scalar_of(attrs["dtype"])),)
+    x, target = tensor_of(types[0]), scalar_of(attrs["dtype"])
+    if not isinstance(x.dtype, Block):
+        raise TypeMismatch(f"dequantize of {x}: wanted a block format", advice="use cast")
+    if not target.is_float:
+        raise TypeMismatch(f"dequantize to {target}: wanted floating point")
+    return (x.with_dtype(target),)
 
 
-@op("dequantize", infer=_infer_dequantize, traits=[RAW])
+@op("dequantize", infer=_infer_dequantize, shard="...=", traits=[RAW])
 def dequantize(x: BlockArray, *, dtype: str = "f32") -> Array:
     """Values of a block format as plain numbers."""
     return x.dequantize().astype(scalar_of(dtype).numpy)
@@ -41,11 +47,15 @@ def dequantize(x: BlockArray, *, dtype: str = "f32") -> Array:
 
 def _infer_rows(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     tensors = [tensor_of(t) for t in types]
+    if not tensors:
+        raise TypeMismatch("concat_rows of nothing")
     first = tensors[0]
     for other in tensors[1:]:
-        if other.dtype != first.dtype or other.shape[1:] != first.shape[1:]:
+        same = other.dtype == first.dtype and other.rank == first.rank >= 1
+        if not same or other.shape[1:] != first.shape[1:]:
             raise TypeMismatch(f"concat_rows of {first} and {other}")
-    if isinstance(first.dtype, Block) and len(first.dtype.block) >= first.rank:
+    extent = _rows_of_block(first)
+    if extent == 0 or any(t.shape[0].static % extent for t in tensors[:-1]):
         raise TypeMismatch(
             f"concat_rows of {first.dtype}: its blocks span rows", advice="dequantize first"
         )
@@ -53,9 +63,19 @@ def _infer_rows(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (first.with_shape((total, *first.shape[1:])),)
 
 
-@op("concat_rows", infer=_infer_rows, traits=[RAW])
+def _rows_of_block(x: TensorType) -> int:
+    """Rows that one block covers: 0 means all of them, 1 that blocks lie within rows."""
+    if not isinstance(x.dtype, Block) or len(x.dtype.block) < x.rank:
+        return 1
+    return x.dtype.block[0]
+
+
+@op("concat_rows", infer=_infer_rows, shard=shard_rules.whole_rows, traits=[RAW])
 def concat_rows(*xs: Array | BlockArray) -> Array | BlockArray:
-    """Join weights [out, in] by their output rows, codes and scales alike."""
+    """Join weights [out, in] by their output rows, codes and scales alike.
+
+    Blocks that cover several rows must end where a weight ends.
+    """
     blocks = [x for x in xs if isinstance(x, BlockArray)]
     if not blocks:
         return np.concatenate(cast(tuple[Array, ...], xs), axis=0)
@@ -73,14 +93,15 @@ def concat_rows(*xs: Array | BlockArray) -> Array | BlockArray:
 def _infer_unpermute(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x = tensor_of(types[0])
     heads = int(cast(int, attrs["heads"]))
-    if x.shape[0].static % (2 * heads):
+    axis_of(0, x.rank)
+    if heads < 1 or x.shape[0].static % (2 * heads):
         raise TypeMismatch(f"{x.shape[0]} rows are not {heads} heads of pairs")
-    if isinstance(x.dtype, Block) and len(x.dtype.block) >= x.rank:
+    if _rows_of_block(x) != 1:
         raise TypeMismatch(f"unpermute_rope of {x.dtype}: its blocks span rows")
     return (x,)
 
 
-@op("unpermute_rope", infer=_infer_unpermute, traits=[RAW])
+@op("unpermute_rope", infer=_infer_unpermute, shard=shard_rules.whole_rows, traits=[RAW])
 def unpermute_rope(x: Array | BlockArray, *, heads: int) -> Array | BlockArray:
     """Undo GGUF's interleaving of rotary pairs in the rows of q and k.
 
@@ -103,7 +124,7 @@ def _infer_pack(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (TensorType(x.shape, x.dtype, layout=str(attrs["layout"])),)
 
 
-@op("pack", infer=_infer_pack, traits=[RAW])
+@op("pack", infer=_infer_pack, shard="...=", traits=[RAW])
 def pack(x: Array | BlockArray, *, layout: str) -> Array | BlockArray:
     """Order a weight's bytes as a kernel wants them.
 

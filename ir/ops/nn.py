@@ -7,15 +7,16 @@ import numpy as np
 
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.ops.elementwise import gelu, per_element
-from metainfer.ir.ops.infer import axis_of, elementwise, floats_only, tensor_of
+from metainfer.ir.ops.infer import axis_of, elementwise, floats_of, floats_only, tensor_of
 from metainfer.ir.ops.record import ELEMENTWISE, OPS, Array, Attrs, op
 from metainfer.ir.types import Type
 
 
 def _infer_norm(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    x = tensor_of(types[0])
+    x = floats_of(types[0], "a norm")
+    axis_of(-1, x.rank)
     for other in types[1:]:
-        weight = tensor_of(other)
+        weight = floats_of(other, "a norm's weight")
         if weight.shape != (x.shape[-1],):
             raise TypeMismatch(f"norm of width {x.shape[-1]} by a weight {weight}")
     return (x,)
@@ -87,7 +88,12 @@ def _infer_halves(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (x.with_shape((*x.shape[:-1], x.shape[-1] // 2)),)
 
 
-@op("silu_mul_halves", infer=floats_only(_infer_halves), flops=per_element(11))
+@op(
+    "silu_mul_halves",
+    infer=floats_only(_infer_halves),
+    flops=per_element(11),
+    shard="... F! -> ... F!",
+)
 def silu_mul_halves(gate_up: Array) -> Array:
     """``silu(gate) * up`` of a row that holds gate, then up.
 

@@ -12,11 +12,13 @@ number), keyword-only ones are attributes with their defaults.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import numpy as np
 
 from metainfer.ir.dims import Dim
+from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr, Graph, Op, Source, Value, attrs_of
 from metainfer.ir.types import StateType, TensorType, Type
@@ -33,6 +35,7 @@ REDUCTION = "reduction"
 RAW = "raw"  # the reference takes BlockArrays and states as they are
 STATEFUL = "stateful"  # writes a state
 NONDETERMINISTIC = "nondeterministic"
+COLLECTIVE = "collective"  # changes a sharding and no value; ranks must meet at it
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,25 @@ class AttrSpec:
         """Whether the attribute has no default."""
         return self.default is inspect.Parameter.empty
 
+    @property
+    def kind(self) -> str:
+        """What values are taken, in words."""
+        names = (_KINDS.get(t, getattr(t, "__name__", str(t))) for t in self._types())
+        return " or ".join(names)
+
+    def takes(self, value: Attr) -> bool:
+        """Whether a value is of the annotated type; a whole number passes for a real one."""
+        if self.annotation is Attr:
+            return True
+        types = self._types()
+        if isinstance(value, bool):
+            return bool in types
+        return isinstance(value, types) or (float in types and isinstance(value, int))
+
+    def _types(self) -> tuple[type, ...]:
+        parts = get_args(self.annotation) if _is_union(self.annotation) else (self.annotation,)
+        return tuple(get_origin(p) or p for p in parts)
+
 
 @dataclass(frozen=True)
 class OpDef:
@@ -125,7 +147,7 @@ class OpDef:
     def complete(self, attrs: Attrs) -> dict[str, Attr]:
         """Attributes with defaults filled in.
 
-        Raises: TypeMismatch for an unknown or missing attribute.
+        Raises: TypeMismatch for an unknown or missing attribute, or one of a wrong kind.
         """
         known = {spec.name: spec for spec in self.attrs}
         unknown = [name for name in attrs if name not in known]
@@ -137,6 +159,11 @@ class OpDef:
         missing = [s.name for s in self.attrs if s.is_required and s.name not in attrs]
         if missing:
             raise TypeMismatch(f"{self.name} needs the attribute {missing[0]!r}")
+        for name, value in attrs.items():
+            if not known[name].takes(value):
+                raise TypeMismatch(
+                    f"{self.name}: attribute {name} = {value!r} is no {known[name].kind}"
+                )
         return {spec.name: attrs.get(spec.name, spec.default) for spec in self.attrs}
 
     def check_arity(self, count: int) -> None:
@@ -155,6 +182,13 @@ class OpDef:
 
 
 OPS: dict[str, OpDef] = {}
+
+
+_KINDS = {int: "whole number", float: "number", bool: "truth value", str: "text"}
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
 
 
 def _tensor(type_: Type) -> TensorType:
@@ -234,11 +268,26 @@ def op_def(name: str) -> OpDef:
 def infer_types(name: str, operands: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     """Result types of an op, shardings apart.
 
-    Raises: TypeMismatch if operands or attributes do not fit.
+    Raises: TypeMismatch naming the op if operands or attributes do not fit.
     """
     record = op_def(name)
     record.check_arity(len(operands))
-    return record.infer(operands, record.complete(attrs))
+    complete = record.complete(attrs)
+    try:
+        results = record.infer(operands, complete)
+    except TypeMismatch as error:
+        if error.what.startswith(name):
+            raise
+        raise TypeMismatch(f"{name}: {error.what}", advice=error.advice) from None
+    if not record.has(RAW) and any(_is_block(t) for t in results):
+        raise TypeMismatch(
+            f"{name} cannot make a block format: {results[0]}", advice="dequantize the operand"
+        )
+    return results
+
+
+def _is_block(type_: Type) -> bool:
+    return isinstance(type_, TensorType) and isinstance(type_.dtype, Block)
 
 
 def op_sizes(op: Op, env: Mapping[str, int]) -> Sizes:
@@ -274,7 +323,7 @@ class Builder:
         self, name: str, *operands: Value, source: Source | None = None, **attrs: Attr
     ) -> tuple[Value, ...]:
         """Append an op and return its results."""
-        types = infer_types(name, [v.type for v in operands], attrs)
+        types = _sharded_types(name, [v.type for v in operands], attrs)
         results = tuple(self.fresh(t) for t in types)
         # Defaults are left out of the text: what is printed is what differs.
         kept = {k: v for k, v in attrs.items() if v != _default(name, k)}
@@ -284,6 +333,13 @@ class Builder:
     def append(self, op: Op) -> None:
         """Append a finished op."""
         self.ops.append(op)
+
+
+def _sharded_types(name: str, operands: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
+    # Imported here since `ir.sharding` reads the records.
+    from metainfer.ir.sharding import propagate
+
+    return propagate(name, operands, attrs, infer_types(name, operands, attrs))
 
 
 def _default(name: str, attr: str) -> Any:
@@ -297,6 +353,7 @@ def with_types(op: Op, types: Sequence[Type]) -> Op:
 
 
 __all__ = [
+    "COLLECTIVE",
     "ELEMENTWISE",
     "NONDETERMINISTIC",
     "OPS",

@@ -5,12 +5,20 @@ from typing import cast
 
 import numpy as np
 
-from metainfer.ir.dims import Dim, dim, product
-from metainfer.ir.dtypes import Block
+from metainfer.ir.dims import Dim, dim, product, same_product
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr
-from metainfer.ir.ops.infer import axis_of, ints_of, scalar_of, sizes_of, tensor_of
-from metainfer.ir.ops.record import VIEW, Array, Attrs, Sizes, op
+from metainfer.ir.ops import shard_rules
+from metainfer.ir.ops.infer import (
+    axis_of,
+    integers_of,
+    ints_of,
+    scalar_of,
+    size_of,
+    sizes_of,
+    tensor_of,
+)
+from metainfer.ir.ops.record import VIEW, Array, Attrs, ShardRule, Sizes, op
 from metainfer.ir.types import TensorType, Type
 
 
@@ -21,27 +29,12 @@ def _no_bytes(sizes: Sizes) -> int:
 def _infer_reshape(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x = tensor_of(types[0])
     shape = sizes_of(attrs["shape"])
-    have, want = _without_common(x.shape, shape)
-    if product(have) != product(want):
-        raise TypeMismatch(f"reshape of {product(have)} elements to {product(want)}")
+    if not same_product(shape, x.shape):
+        raise TypeMismatch(f"reshape of {x} to [{', '.join(map(str, shape))}]")
     return (x.with_shape(shape),)
 
 
-def _without_common(
-    have: tuple[Dim, ...], want: tuple[Dim, ...]
-) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
-    """Leave away sizes that both sides have: products of several symbols need not be formed."""
-    rest = list(want)
-    kept = []
-    for size in have:
-        if size in rest:
-            rest.remove(size)
-        else:
-            kept.append(size)
-    return tuple(kept), tuple(rest)
-
-
-@op("reshape", infer=_infer_reshape, bytes=_no_bytes, traits=[VIEW])
+@op("reshape", infer=_infer_reshape, bytes=_no_bytes, shard=shard_rules.reshape, traits=[VIEW])
 def reshape(x: Array, *, shape: tuple[Attr, ...]) -> Array:
     """Give the same numbers another shape; sizes may be symbolic."""
     return x.reshape(cast(tuple[int, ...], shape))
@@ -55,7 +48,13 @@ def _infer_transpose(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (x.with_shape(tuple(x.shape[i] for i in perm)),)
 
 
-@op("transpose", infer=_infer_transpose, bytes=_no_bytes, traits=[VIEW])
+@op(
+    "transpose",
+    infer=_infer_transpose,
+    bytes=_no_bytes,
+    shard=shard_rules.transpose,
+    traits=[VIEW],
+)
 def transpose(x: Array, *, perm: tuple[int, ...]) -> Array:
     """Permute the dims."""
     return np.transpose(x, perm)
@@ -72,7 +71,13 @@ def _infer_broadcast(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (x.with_shape(shape),)
 
 
-@op("broadcast", infer=_infer_broadcast, bytes=_no_bytes, traits=[VIEW])
+@op(
+    "broadcast",
+    infer=_infer_broadcast,
+    bytes=_no_bytes,
+    shard=shard_rules.broadcast,
+    traits=[VIEW],
+)
 def broadcast(x: Array, *, shape: tuple[Attr, ...]) -> Array:
     """Repeat dims of size 1 to a shape."""
     return np.broadcast_to(x, cast(tuple[int, ...], shape))
@@ -81,16 +86,22 @@ def broadcast(x: Array, *, shape: tuple[Attr, ...]) -> Array:
 def _infer_slice(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x = tensor_of(types[0])
     axis = axis_of(attrs["dim"], x.rank)
-    start, stop, step = (attrs[k] for k in ("start", "stop", "step"))
-    first = start if isinstance(start, Dim) else dim(cast(int, start))
-    last = stop if isinstance(stop, Dim) else dim(cast(int, stop))
-    if x.shape[axis].is_static and last.is_static and last.static > x.shape[axis].static:
-        raise TypeMismatch(f"slice [{first}:{last}] of a dim of {x.shape[axis]}")
-    size = (last - first).ceildiv(int(cast(int, step)))
+    first, last, step = size_of(attrs["start"]), size_of(attrs["stop"]), size_of(attrs["step"])
+    # Bounds may hold the dim's own symbols: what is decided is their difference.
+    ends = (first, last - first, x.shape[axis] - last)
+    if step.static < 1 or any(n.is_static and n.static < 0 for n in ends):
+        raise TypeMismatch(f"slice [{first}:{last}:{step}] of a dim of {x.shape[axis]}")
+    size = (last - first).ceildiv(step.static)
     return (x.with_shape((*x.shape[:axis], size, *x.shape[axis + 1 :])),)
 
 
-@op("slice", infer=_infer_slice, bytes=_no_bytes, traits=[VIEW])
+@op(
+    "slice",
+    infer=_infer_slice,
+    bytes=_no_bytes,
+    shard=shard_rules.whole_dim(sums="0"),
+    traits=[VIEW],
+)
 def slice_(x: Array, *, dim: int, start: Attr, stop: Attr, step: int = 1) -> Array:
     """Take ``start:stop:step`` of one dim; bounds are non-negative and may be symbolic."""
     index = [slice(None)] * x.ndim
@@ -113,12 +124,10 @@ def _infer_concat(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
         if other.rank != first.rank or other.dtype != first.dtype or any(a != b for a, b in rest):
             raise TypeMismatch(f"concat along dim {axis} of {first} and {other}")
     total = sum((t.shape[axis] for t in tensors), start=Dim())
-    if isinstance(first.dtype, Block) and axis >= first.rank - len(first.dtype.block):
-        raise TypeMismatch(f"concat of {first.dtype} along a dim that its blocks cover")
     return (first.with_shape((*first.shape[:axis], total, *first.shape[axis + 1 :])),)
 
 
-@op("concat", infer=_infer_concat)
+@op("concat", infer=_infer_concat, shard=shard_rules.whole_dim(sums="all"))
 def concat(*xs: Array, dim: int) -> Array:
     """Join along one dim."""
     return np.concatenate(xs, axis=dim)
@@ -127,11 +136,20 @@ def concat(*xs: Array, dim: int) -> Array:
 def _infer_pad(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x = tensor_of(types[0])
     axis = axis_of(attrs["dim"], x.rank)
-    size = x.shape[axis] + int(cast(int, attrs["before"])) + int(cast(int, attrs["after"]))
+    before, after = size_of(attrs["before"]).static, size_of(attrs["after"]).static
+    if before < 0 or after < 0:
+        raise TypeMismatch(f"pad by {before} and {after}: a negative number", advice="use slice")
+    size = x.shape[axis] + before + after
     return (x.with_shape((*x.shape[:axis], size, *x.shape[axis + 1 :])),)
 
 
-@op("pad", infer=_infer_pad)
+def _pad_rule(types: Sequence[Type], attrs: Attrs) -> str:
+    # A pending sum would add the filling once per rank, unless it is zero.
+    rule: ShardRule = shard_rules.whole_dim(sums="" if attrs["value"] else "0")
+    return rule(types, attrs)
+
+
+@op("pad", infer=_infer_pad, shard=_pad_rule)
 def pad(x: Array, *, dim: int, before: int = 0, after: int = 0, value: float = 0.0) -> Array:
     """Fill one dim up at its ends."""
     widths = [(0, 0)] * x.ndim
@@ -140,9 +158,8 @@ def pad(x: Array, *, dim: int, before: int = 0, after: int = 0, value: float = 0
 
 
 def _infer_gather(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    x, index = tensor_of(types[0]), tensor_of(types[1])
-    if index.dtype.kind not in ("int", "uint"):
-        raise TypeMismatch(f"rows are chosen by integers, got {index}")
+    x, index = tensor_of(types[0]), integers_of(types[1], "row numbers")
+    axis_of(0, x.rank)
     return (x.with_shape((*index.shape, *x.shape[1:])),)
 
 
@@ -151,7 +168,7 @@ def _gather_bytes(sizes: Sizes) -> int:
     return index.bytes_at(sizes.env) + 2 * result.bytes_at(sizes.env)
 
 
-@op("gather", infer=_infer_gather, bytes=_gather_bytes)
+@op("gather", infer=_infer_gather, bytes=_gather_bytes, shard=shard_rules.gather)
 def gather(x: Array, index: Array) -> Array:
     """Take rows of the first dim.
 
@@ -161,9 +178,9 @@ def gather(x: Array, index: Array) -> Array:
 
 
 def _infer_embedding(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    index, table = tensor_of(types[0]), tensor_of(types[1])
-    if index.dtype.kind not in ("int", "uint") or table.rank != 2:
-        raise TypeMismatch(f"embedding of {index} in {table}")
+    index, table = integers_of(types[0], "row numbers"), tensor_of(types[1])
+    if table.rank != 2:
+        raise TypeMismatch(f"embedding of {index} in {table}: wanted a table [V, D]")
     return (TensorType((*index.shape, table.shape[1]), scalar_of(attrs["dtype"])),)
 
 
@@ -192,9 +209,7 @@ def full(*, shape: tuple[Attr, ...], value: float | int | bool, dtype: str) -> A
 
 
 def _infer_iota(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    size = attrs["size"]
-    length = size if isinstance(size, Dim) else dim(cast(int, size))
-    return (TensorType((length,), scalar_of(attrs["dtype"])),)
+    return (TensorType((size_of(attrs["size"]),), scalar_of(attrs["dtype"])),)
 
 
 @op("iota", infer=_infer_iota)
