@@ -1,0 +1,393 @@
+"""explain: what a plan decided, group by group, and why. Reads plans only; computes nothing new."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from metainfer.ir.errors import PlanError
+from metainfer.ir.plan import Plan
+
+_SELECT = "select "
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """Neighbouring sizes for which one kernel is taken.
+
+    Units: seconds, at the smallest and the largest of the sizes compared.
+
+    Attributes:
+        kernel: the kernel.
+        sizes: "T<=16", or "all sizes".
+        first_seconds: predicted at the smallest size of the row.
+        last_seconds: predicted at the largest.
+    """
+
+    kernel: str
+    sizes: str
+    first_seconds: float
+    last_seconds: float
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Kernels that were not taken for one and the same reason."""
+
+    kernels: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """Everything decided about one group.
+
+    Units: seconds for one execution at the sizes that the phase is judged by.
+
+    Attributes:
+        phase: "prefill", "decode" or "call".
+        graph: block (or main) that holds it.
+        calls: how often a step executes it.
+        kind: op name, or kind of the fused group.
+        result: name of its first result.
+        op: text of the op; the kind of a fused group, whose text is in the plan.
+        body: names of the ops that a fused group holds.
+        source: line of the model.
+        kernel: taken at the judged sizes.
+        table: kernels by size.
+        seconds: predicted.
+        roofline_seconds: what no kernel can beat.
+        bound: "memory", "compute" or "latency".
+        basis: where the figures come from.
+        next_best: the runner-up, or "".
+        gap_seconds: how much longer the runner-up takes.
+        refused: kernels that cannot be taken.
+        repairs: what was changed so that the kernel applies.
+        generic: whether it is a fallback.
+        unforced: the kernel that would be taken without --pin and --forbid, where it is faster.
+        forced_seconds: what they cost.
+    """
+
+    phase: str
+    graph: str
+    calls: int
+    kind: str
+    result: str
+    op: str
+    body: tuple[str, ...]
+    source: str
+    kernel: str
+    table: tuple[SizeRow, ...]
+    seconds: float
+    roofline_seconds: float
+    bound: str
+    basis: str
+    next_best: str
+    gap_seconds: float
+    refused: tuple[Refused, ...]
+    repairs: tuple[str, ...]
+    generic: bool
+    unforced: str
+    forced_seconds: float
+
+    @property
+    def loss_seconds(self) -> float:
+        """Time over the roofline in a whole step."""
+        return max(self.seconds - self.roofline_seconds, 0.0) * self.calls
+
+
+@dataclass(frozen=True)
+class Note:
+    """A decision that is not about one group's kernel: equal ones once.
+
+    Attributes:
+        phases: those in which it was made.
+        place: pass or graph.
+        subjects: what it is about.
+        chosen: what was taken.
+        reason: why.
+        severity: "info", "repair" or "fallback".
+    """
+
+    phases: tuple[str, ...]
+    place: str
+    subjects: tuple[str, ...]
+    chosen: str
+    reason: str
+    severity: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan explained."""
+
+    plan_hash: str
+    groups: tuple[GroupReport, ...]
+    notes: tuple[Note, ...]
+    memory: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "plan_hash": self.plan_hash,
+            "groups": [asdict(g) for g in self.groups],
+            "notes": [asdict(n) for n in self.notes],
+            "memory": dict(self.memory),
+        }
+
+
+def explain(plan: Plan, phase: str = "", group: str = "") -> Explanation:
+    """What a plan decided.
+
+    Args:
+        plan: the plan.
+        phase: only this phase; "" for all.
+        group: only groups whose kind, graph.kind, result or kernel matches this shell pattern.
+
+    Raises: PlanError if the plan has no such phase, or no group matches.
+    """
+    phases = _phases(plan, phase)
+    found = tuple(g for p in phases for g in group_reports(plan, p) if _matches(g, group))
+    if group and not found:
+        kinds = sorted({g.kind for p in phases for g in group_reports(plan, p)})
+        raise PlanError(
+            f"no group of the plan matches {group!r}", advice=f"kinds: {', '.join(kinds)}"
+        )
+    return Explanation(plan.hash, found, notes_of(plan, phases), plan.meta["capacity"])
+
+
+def _phases(plan: Plan, phase: str) -> tuple[str, ...]:
+    if not phase:
+        return plan.phases
+    if phase not in plan.phases:
+        raise PlanError(
+            f"the plan has no phase {phase!r}", advice=f"it has: {', '.join(plan.phases)}"
+        )
+    return (phase,)
+
+
+def _matches(report: GroupReport, pattern: str) -> bool:
+    if not pattern:
+        return True
+    names = (report.kind, f"{report.graph}.{report.kind}", report.result, report.kernel)
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+# --- groups ------------------------------------------------------------------------------------
+
+
+def group_reports(plan: Plan, phase: str) -> tuple[GroupReport, ...]:
+    """What was decided about each group of a phase, in the order of its text."""
+    calls = calls_by_graph(plan, phase)
+    bodies = {
+        (graph.name, op.results[0].name): tuple(inner.name for inner in op.body.ops)
+        for graph in plan.module(phase).graphs
+        for op in graph.ops
+        if op.body is not None
+    }
+    return tuple(
+        _report(phase, calls, bodies.get((data["graph"], data["result"]), ()), decision, data)
+        for decision, data in _decisions(plan, phase)
+        if "table" in data
+    )
+
+
+def calls_by_graph(plan: Plan, phase: str) -> dict[str, int]:
+    """How often a step runs each graph."""
+    counts = {"main": 1}
+    for call in plan.module(phase).calls():
+        name = str(call.attr["block"])
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _decisions(plan: Plan, phase: str) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
+    for decision in plan.meta["phases"][phase]["decisions"]:
+        yield decision, {key: value for key, value in decision["data"]}
+
+
+def _report(
+    phase: str, calls: Mapping[str, int], body: tuple[str, ...], decision: Mapping[str, Any],
+    data: Mapping[str, Any],
+) -> GroupReport:  # fmt: skip
+    next_best, gap = data["next_best"] or ("", 0.0)
+    unforced, unforced_seconds = data["unforced"] or ("", data["seconds"])
+    return GroupReport(
+        phase=phase,
+        graph=data["graph"],
+        calls=calls.get(data["graph"], 0),
+        kind=decision["subject"].rpartition(" ")[0],
+        result=data["result"],
+        op=data["op"].partition(" loc(")[0],
+        body=body,
+        source=data["source"],
+        kernel=decision["chosen"],
+        table=_table(data["table"]),
+        seconds=data["seconds"],
+        roofline_seconds=data["roofline_seconds"],
+        bound=data["bound"],
+        basis=data["basis"],
+        next_best=next_best,
+        gap_seconds=gap,
+        refused=_refused(data["refused"]),
+        repairs=tuple(data["repairs"]),
+        generic=data["generic"],
+        unforced=unforced,
+        forced_seconds=data["seconds"] - unforced_seconds,
+    )
+
+
+def _table(rows: Sequence[Sequence[Any]]) -> tuple[SizeRow, ...]:
+    """Merge neighbouring sizes with one kernel; the first symbol that varies is the table's."""
+    symbol = _varying([env for _, env, _ in rows])
+    merged: list[SizeRow] = []
+    for number, (kernel, env, seconds) in enumerate(rows):
+        is_last = number == len(rows) - 1
+        sizes = f"{symbol}<={env[symbol]}" if symbol else "all sizes"
+        if merged and merged[-1].kernel == kernel:
+            first = merged.pop().first_seconds
+        else:
+            first = seconds
+        if is_last:
+            sizes = "larger" if merged else "all sizes"
+        merged.append(SizeRow(kernel, sizes, first, seconds))
+    return tuple(merged)
+
+
+def _varying(envs: Sequence[Mapping[str, int]]) -> str:
+    names = [name for name in envs[0] if len({env[name] for env in envs}) > 1]
+    return "T" if "T" in names else next(iter(names), "")
+
+
+def _refused(entries: Sequence[Mapping[str, Any]]) -> tuple[Refused, ...]:
+    """Refusals, kernels with the same reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for entry in entries:
+        reasons = entry["refused"]
+        device = [r for r in reasons if r.startswith("wanted device is")]
+        # A kernel of another kind of device: what else does not fit says nothing more.
+        parts = device or ([entry["ban"]] if entry["ban"] else []) + list(reasons)
+        by_reason.setdefault("; ".join(parts), []).append(entry["kernel"])
+    return tuple(Refused(tuple(names), reason) for reason, names in by_reason.items())
+
+
+# --- other decisions ---------------------------------------------------------------------------
+
+
+def notes_of(plan: Plan, phases: Sequence[str]) -> tuple[Note, ...]:
+    """Decisions about formats, packings, rewrites and splits; equal ones once."""
+    found: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
+    for phase in phases:
+        for decision, data in _decisions(plan, phase):
+            if "table" in data:
+                continue
+            fields = ("place", "chosen", "reason", "severity")
+            key = tuple(str(decision[name]) for name in fields)
+            seen, subjects = found.setdefault(key, ([], []))
+            if phase not in seen:
+                seen.append(phase)
+            if decision["subject"] not in subjects:
+                subjects.append(decision["subject"])
+    return tuple(
+        Note(tuple(seen), place, tuple(subjects), chosen, reason, severity)
+        for (place, chosen, reason, severity), (seen, subjects) in found.items()
+    )
+
+
+# --- summary -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PhaseSummary:
+    """One phase in figures.
+
+    Units: seconds.
+
+    Attributes:
+        name: of the phase.
+        steps: predicted steps: sizes, seconds, roofline_seconds, bytes, flops, groups.
+        fallbacks: groups with a generic kernel.
+        fallback_seconds: what they take over their roofline in a step.
+        repairs: groups that were repaired or split.
+    """
+
+    name: str
+    steps: tuple[Mapping[str, Any], ...]
+    fallbacks: int
+    fallback_seconds: float
+    repairs: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A plan in one page."""
+
+    plan_hash: str
+    model: str
+    kind: str
+    machine: str
+    devices: str
+    formats: Mapping[str, str]
+    phases: tuple[PhaseSummary, ...]
+    memory: Mapping[str, Any]
+    timings: Mapping[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def summarize(plan: Plan) -> Summary:
+    """Sum a plan up."""
+    meta = plan.meta
+    machine = meta["machine"]
+    first = meta["phases"][plan.phases[0]]["strategy"]
+    formats = {"activations": first["activations"], "weights": _weight_formats(plan)}
+    if meta["model"]["kind"] == "causal_lm":
+        formats["kv"] = first["kv"]
+    return Summary(
+        plan_hash=plan.hash,
+        model=meta["model"]["name"],
+        kind=meta["model"]["kind"],
+        machine=machine["name"],
+        devices=_devices(machine),
+        formats=formats,
+        phases=tuple(_phase_summary(plan, phase) for phase in plan.phases),
+        memory=meta["capacity"],
+        timings=meta["timings"],
+    )
+
+
+def _devices(machine: Mapping[str, Any]) -> str:
+    from metainfer.hardware.machine import Machine
+
+    loaded = Machine.from_dict(dict(machine))
+    return f"{loaded.num_devices} x {loaded.device(0).title}"
+
+
+def _weight_formats(plan: Plan) -> str:
+    """Formats of the weights that linears and embeddings read, with the number of tensors."""
+    phase = plan.phases[0]
+    module = plan.module(phase)
+    calls = calls_by_graph(plan, phase)
+    counts: dict[str, int] = {}
+    for graph in module.graphs:
+        for weight in graph.weights:
+            if len(weight.tensor.shape) > 1:
+                name = str(weight.tensor.dtype)
+                counts[name] = counts.get(name, 0) + calls.get(graph.name, 0)
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count} x {name}" for name, count in ordered)
+
+
+def _phase_summary(plan: Plan, phase: str) -> PhaseSummary:
+    groups = group_reports(plan, phase)
+    fallbacks = [g for g in groups if g.generic]
+    splits = [n for n in notes_of(plan, (phase,)) if n.severity == "repair"]
+    return PhaseSummary(
+        name=phase,
+        steps=tuple(plan.meta["phases"][phase]["predicted"]),
+        fallbacks=sum(g.calls for g in fallbacks),
+        fallback_seconds=sum(g.loss_seconds for g in fallbacks),
+        repairs=sum(g.calls for g in groups if g.repairs) + len(splits),
+    )

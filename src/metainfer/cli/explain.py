@@ -1,0 +1,145 @@
+"""`metainfer explain`: which kernel each group got, what else there was, and what it costs."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from metainfer.cli.compile import print_memory
+from metainfer.cli.options import Json, PlanPath, check_plan_path
+from metainfer.cli.output import WIDTH, print_json, print_wrapped, show_seconds
+
+if TYPE_CHECKING:
+    from metainfer.compiler.explain import Explanation, GroupReport, Note, SizeRow
+    from metainfer.ir.plan import Plan
+
+_SUBJECTS = 6  # named before the rest is counted
+
+
+def explain(
+    plan: PlanPath,
+    phase: Annotated[str, typer.Option(help="only this phase: prefill, decode, call")] = "",
+    group: Annotated[
+        str, typer.Option(metavar="PATTERN", help="only groups of this kind, result or kernel")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Explain a plan: kernels with the next best and the refused ones, formats, memory.
+
+    Example: metainfer explain plans/smollm2-cpu --phase decode --group 'linear*'
+    """
+    check_plan_path(plan)
+    from metainfer.compiler.explain import explain as explained
+    from metainfer.ir.plan import Plan
+
+    found = Plan.read(plan)
+    explanation = explained(found, phase, group)
+    if as_json:
+        print_json(explanation.to_dict())
+        return
+    typer.echo(f"plan {explanation.plan_hash}: {found.meta['model']['name']}")
+    if not group:
+        _print_notes(explanation.notes)
+    for name in dict.fromkeys(g.phase for g in explanation.groups):
+        _print_phase(found, name, explanation)
+    if not group:
+        typer.echo()
+        print_memory(explanation.memory)
+        _print_fallbacks(explanation)
+
+
+def _print_notes(notes: "tuple[Note, ...]") -> None:
+    """Formats and rewrites, with reasons."""
+    typer.echo("\nformats and rewrites")
+    for note in notes:
+        named = ", ".join(note.subjects[:_SUBJECTS])
+        more = len(note.subjects) - _SUBJECTS
+        rest = f" and {more} more" if more > 0 else ""
+        mark = "" if note.severity == "info" else f" [{note.severity}]"
+        where = f" ({', '.join(note.phases)})"
+        print_wrapped(f"{note.place}: {named}{rest} -> {note.chosen}{mark}{where}", indent=2)
+        print_wrapped(f"because {note.reason}", indent=6)
+
+
+def _print_phase(plan: "Plan", phase: str, explanation: "Explanation") -> None:
+    groups = [g for g in explanation.groups if g.phase == phase]
+    strategy = plan.meta["phases"][phase]["strategy"]
+    typer.echo(f"\n{phase}: activations {strategy['activations']}, {_judged(phase)}")
+    for graph in dict.fromkeys(g.graph for g in groups):
+        members = [g for g in groups if g.graph == graph]
+        calls = members[0].calls
+        seconds = sum(g.seconds for g in members)
+        typer.echo(f"\n{graph}, run {_times(calls)} a step, {show_seconds(seconds)} each time")
+        for member in members:
+            _print_group(member)
+
+
+def _judged(phase: str) -> str:
+    return "judged at one token of one sequence" if phase == "decode" else "judged at full size"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _print_group(group: "GroupReport") -> None:
+    where = f"  {group.source}" if group.source else ""
+    typer.echo(f"  {group.kind} {group.result}{where}")
+    if group.body:
+        _line("fuses", ", ".join(group.body))
+    elif group.op != group.kind:
+        typer.echo(_cut(f"      {group.op}"))
+    share = group.roofline_seconds / group.seconds if group.seconds else 1.0
+    _line(
+        "takes",
+        f"{group.kernel}: {show_seconds(group.seconds)}, {group.bound}-bound, {share:.0%} of the "
+        f"roofline, {group.basis}",
+    )
+    if len(group.table) > 1:
+        _line("by size", "; ".join(map(_size_text, group.table)))
+    if group.generic:
+        lost = show_seconds(group.loss_seconds)
+        _line("fallback", f"a generic kernel: about {lost} a step over the roofline")
+    for repair in group.repairs:
+        _line("repair", repair)
+    if group.unforced:
+        lost = show_seconds(group.forced_seconds)
+        _line("forced", f"{group.unforced} would take {lost} less without --pin and --forbid")
+    _line("next", _next_text(group))
+    for refused in group.refused:
+        _line("refused", f"{', '.join(refused.kernels)}: {refused.reason}")
+
+
+def _next_text(group: "GroupReport") -> str:
+    if not group.next_best:
+        return "no other kernel applies"
+    gap = f"{'+' if group.gap_seconds >= 0 else '-'}{show_seconds(abs(group.gap_seconds))}"
+    return f"{group.next_best}, {gap}"
+
+
+def _size_text(row: "SizeRow") -> str:
+    first, last = show_seconds(row.first_seconds), show_seconds(row.last_seconds)
+    span = first if first == last else f"{first} to {last}"
+    return f"{row.sizes} {row.kernel} ({span})"
+
+
+def _line(label: str, text: str) -> None:
+    print_wrapped(f"{label:<9}{text}".rstrip(), indent=6, hanging=9)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+
+
+def _print_fallbacks(explanation: "Explanation") -> None:
+    fallbacks = [g for g in explanation.groups if g.generic]
+    if not fallbacks:
+        typer.echo("no group fell back to a generic kernel")
+        return
+    typer.echo(f"{len(fallbacks)} groups fell back to a generic kernel:")
+    for group in sorted(fallbacks, key=lambda g: -g.loss_seconds):
+        lost = show_seconds(group.loss_seconds)
+        print_wrapped(
+            f"{group.phase} {group.graph}: {group.kind} {group.result} -> {group.kernel}, "
+            f"{_times(group.calls)} a step, about {lost} lost",
+            indent=2,
+        )

@@ -1,0 +1,193 @@
+"""`metainfer run`: a plan answers a prompt, or computes arrays from arrays."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from metainfer.cli.options import Json, Mismatch, PlanPath, Threads, WeightsPath, check_plan_path
+from metainfer.cli.output import print_json, progress, show_rate, show_seconds
+from metainfer.ir.errors import MetainferError
+
+if TYPE_CHECKING:
+    from metainfer.cli.tracing import TracingRunner
+    from metainfer.runtime.engine import Engine
+    from metainfer.runtime.load import LoadedModel
+    from metainfer.runtime.requests import Completion
+    from metainfer.runtime.sampling import SamplingParams
+
+
+def run(
+    plan: PlanPath,
+    prompt: Annotated[
+        str | None, typer.Argument(help="what to answer; '-' reads standard input")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="as a chat message, if the model has a template"),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="system message of the chat")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="likeliest tokens up to this probability")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="so many likeliest tokens, 0 for all")] = 0,
+    min_p: Annotated[float, typer.Option(help="tokens so likely beside the likeliest")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="of the random numbers")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="text that ends the answer; may be repeated")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=FILE.npy", help="for a module: its inputs"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="for a module: where results go")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            envvar="METAINFER_TRACE",
+            help="write measured beside predicted times, for Perfetto",
+        ),
+    ] = None,
+    threads: Threads = 0,
+    weights: WeightsPath = None,
+    allow_machine_mismatch: Mismatch = False,
+    as_json: Json = False,
+) -> None:
+    """Run a plan: stream the answer to a prompt, or map arrays to arrays.
+
+    Example: metainfer run plans/smollm2-cpu "What is the capital of France?"
+    """
+    check_plan_path(plan)
+    text = _prompt_text(prompt)
+    from metainfer.runtime.sampling import SamplingParams
+
+    params = SamplingParams(
+        temperature, top_p, top_k, min_p, seed, max_new_tokens, tuple(stop or ())
+    )
+    with progress(f"loading {plan}"):
+        from metainfer.runtime.load import load
+
+        model = load(
+            plan, weights, allow_machine_mismatch=allow_machine_mismatch, num_threads=threads
+        )
+    if not model.is_language_model:
+        _refuse_prompt(text, model)
+        from metainfer.cli.run_module import run_module
+
+        run_module(model, inputs or [], output, trace, as_json)
+        return
+    if inputs or output:
+        raise MetainferError(
+            "--input and --output are for modules, the plan is of a language model",
+            advice='give a prompt: metainfer run PLAN "..."',
+        )
+    if text is None:
+        raise MetainferError(
+            "no prompt is given", advice='metainfer run PLAN "..."; - reads standard input'
+        )
+    tracer = _tracer(model, trace)
+    engine = model.engine() if tracer is None else _engine(tracer, model)
+    completion = _answer(engine, text, chat, system, params, stream=not as_json)
+    if as_json:
+        print_json(_plain(completion))
+    else:
+        typer.echo(_figures(completion), err=True)
+    if tracer is not None and trace is not None:
+        from metainfer.cli.tracing import save_trace
+
+        save_trace(model, tracer.events, trace)
+
+
+def _prompt_text(prompt: str | None) -> str | None:
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise MetainferError(
+            f"standard input is no text: {error}", advice="give UTF-8"
+        ) from error
+
+
+def _refuse_prompt(text: str | None, model: "LoadedModel") -> None:
+    if text is not None:
+        names = ", ".join(model.plan.meta["model"]["inputs"])
+        raise MetainferError(
+            f"the plan is of a module, which takes arrays and no prompt: {names}",
+            advice="metainfer run PLAN --input NAME=FILE.npy --output FILE.npz",
+        )
+
+
+def _tracer(model: "LoadedModel", file: Path | None) -> "TracingRunner | None":
+    if file is None:
+        return None
+    from metainfer.cli.tracing import TracingRunner
+
+    return TracingRunner(model)
+
+
+def _engine(tracer: "TracingRunner", model: "LoadedModel") -> "Engine":
+    from metainfer.runtime.engine import Engine
+
+    return Engine(tracer, model.engine().tokenizer)
+
+
+def _answer(
+    engine: "Engine", text: str, chat: bool | None, system: str | None,
+    params: "SamplingParams", *, stream: bool,
+) -> "Completion":  # fmt: skip
+    """Answer, printing pieces as they come if wanted."""
+    if engine.tokenizer is None:
+        raise MetainferError(
+            "there is no tokenizer for the plan's model",
+            advice="put tokenizer.json beside the checkpoint, or call the engine with token ids",
+        )
+    has_template = engine.tokenizer.chat_template is not None
+    as_chat = has_template if chat is None else chat
+    if system is not None and not as_chat:
+        raise MetainferError("--system needs a chat, this is raw text", advice="give --chat")
+    if as_chat:
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        pieces = engine.stream_chat([*messages, {"role": "user", "content": text}], params)
+    else:
+        pieces = engine.stream(text, params)
+    last = None
+    for piece in pieces:
+        if stream and piece.text:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+        last = piece.completion or last
+    if stream:
+        typer.echo()
+    assert last is not None  # the last piece has the completion
+    return last
+
+
+def _rates(completion: "Completion") -> tuple[float, float | None]:
+    """Tokens a second of prefill and decode; None for an answer of one token."""
+    times = completion.timings
+    per_token = times.per_token_us
+    return completion.prompt_tokens / times.prefill_us * 1e6, 1e6 / per_token if per_token else None
+
+
+def _figures(completion: "Completion") -> str:
+    prefill, decode = _rates(completion)
+    ttft = show_seconds(completion.timings.first_token_us / 1e6)
+    rate = f", {show_rate(decode)} tok/s" if decode else ""
+    return (
+        f"[prompt {completion.prompt_tokens} tokens, {show_rate(prefill)} tok/s; first token after "
+        f"{ttft}; answer {completion.generated_tokens} tokens{rate}; {completion.finish_reason}; "
+        f"plan {completion.plan_hash}]"
+    )
+
+
+def _plain(completion: "Completion") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    prefill, decode = _rates(completion)
+    rates = {"prefill_tokens_per_second": prefill, "decode_tokens_per_second": decode}
+    return {**asdict(completion), **rates}
