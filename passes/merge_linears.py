@@ -87,8 +87,17 @@ def _candidates(graph: Graph, target: Target) -> list[tuple[Op, ...]]:
             subject = f"{graph.name}: {names}"
             target.report.add(Decision("merge_linears", subject, "kept apart", reason))
             continue
-        found.append(tuple(members))
+        found.append(_in_order_of_reading(members, uses))
     return found
+
+
+def _in_order_of_reading(members: list[Op], uses: dict[str, list[Op]]) -> tuple[Op, ...]:
+    """Two linears that one op reads, in the order in which it does: a gate before its up."""
+    readers = [uses.get(op.result.name, []) for op in members]
+    if len(members) == 2 and readers[0] == readers[1] and len(readers[0]) == 1:
+        names = [v.name for v in readers[0][0].operands]
+        members = sorted(members, key=lambda op: names.index(op.result.name))
+    return tuple(members)
 
 
 def _obstacle(graph: Graph, members: Sequence[Op], uses: dict[str, list[Op]]) -> str:
@@ -223,15 +232,16 @@ def _merge(module: Module, graph: Graph, groups: Sequence[_Group]) -> Module:
 def _rewritten(
     graph: Graph, groups: Sequence[_Group], params: dict[str, tuple[Value, ...]]
 ) -> list[Op]:
-    by_first = {group.members[0].result.name: group for group in groups}
-    replaced = {op.result.name for group in groups for op in group.members}
+    replaced = {op.result.name: group for group in groups for op in group.members}
+    begun: set[str] = set()
     ops: list[Op] = []
     for op in graph.ops:
-        made = op.results[0].name if op.results else ""
-        if made in by_first:
-            ops += _merged_ops(by_first[made], params[by_first[made].weight])
-        elif made not in replaced:
+        group = replaced.get(op.results[0].name) if op.results else None
+        if group is None:
             ops.append(op)
+        elif group.weight not in begun:
+            begun.add(group.weight)
+            ops += _merged_ops(group, params[group.weight])
     return ops
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from metainfer.ir.graph import Graph, Module, Op
+from metainfer.ir.naming import canonical_names
 from metainfer.passes.weights import LoadEditor
 
 
@@ -20,7 +21,10 @@ def prune(module: Module, graph: Graph) -> Module:
     """
     graph = replace(graph, ops=live_ops(module, graph))
     if module.load(graph.name) is not None:
-        return LoadEditor(module.with_graph(graph), graph.name).finish()
+        module = LoadEditor(module.with_graph(graph), graph.name).finish()
+        load = module.load(graph.name)
+        assert load is not None  # it was there, and an editor drops none
+        return module.with_load(canonical_names(load))
     read = _read(graph)
     weights = tuple(w for w in graph.weights if w.name in read)
     return module.with_graph(replace(graph, weights=weights))

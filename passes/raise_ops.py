@@ -3,12 +3,14 @@
 from metainfer.ir.graph import Module
 from metainfer.passes.rewrite import apply_rules, load_rules
 from metainfer.passes.target import Target
+from metainfer.passes.transpose_weights import transpose_weights
 
 
 def raise_ops(module: Module, target: Target) -> Module:
     """Replace what a model spells out by the op that it means, by the algebraic rules.
 
-    Runs before `canonicalize`, since merged duplicates tie spellings together.
+    Weights stored [in, out] are turned first. Runs before `canonicalize`, since merged duplicates
+    tie spellings together.
 
     Before::
 
@@ -31,4 +33,4 @@ def raise_ops(module: Module, target: Target) -> Module:
         }
     """
     rules = [rule for rule in load_rules() if rule.fused is None]
-    return apply_rules(module, target, rules, "raise")
+    return apply_rules(transpose_weights(module), target, rules, "raise")

@@ -9,6 +9,7 @@ from metainfer.ir.printer import print_attr
 from metainfer.passes.prune import prune
 from metainfer.passes.recipes import add_weight, recipe_of, recipe_text, source_names
 from metainfer.passes.target import Decision, Target
+from metainfer.passes.weights import load_of
 
 NORMS = frozenset(["rms_norm", "layer_norm"])
 _ROLES = ("weight", "bias")
@@ -289,7 +290,7 @@ def _add_variant(module: Module, old: Module, plan: _Plan, variant: _Variant, na
             if (t.norm.text, t.position) == (variant.text, variant.position)
         )
         module = _with_tail(module, name, tail)
-    return module
+    return prune(module, module.graph(name))
 
 
 def _headless(graph: Graph, head: _Head) -> Graph:
@@ -353,7 +354,8 @@ def _rewrite_main(module: Module, old: Module, plan: _Plan, names: dict[_Variant
             ops.append(first)
             operands = (*operands, first.result)
         if op.is_call:
-            op = _seamed_call(op, plan.tails.get(index), names[plan.variant(index, op)])
+            name = names[plan.variant(index, op)]
+            op = _seamed_call(op, plan.tails.get(index), name, _bound_names(module, name))
         if index in plan.tails:
             normed[index] = Value(f"%{index}:next", op.results[plan.tails[index].position].type)
             op = replace(op, results=(*op.results, normed[index]))
@@ -366,17 +368,24 @@ def _apply(values: tuple[Value, ...], alias: dict[str, Value]) -> tuple[Value, .
     return tuple(alias.get(v.name, v) for v in values)
 
 
-def _seamed_call(call: Op, tail: _Tail | None, name: str) -> Op:
-    """The call of a variant, with the next norm's weights bound."""
-    attrs: dict[str, Attr] = {**call.attr, "block": name}
+def _bound_names(module: Module, block: str) -> frozenset[str]:
+    """Names of a block that a call may bind: checkpoint tensors and states, without sigils."""
+    graph = module.graph(block)
+    return frozenset(v.name[1:] for v in (*load_of(module, block).weights, *graph.states))
+
+
+def _seamed_call(call: Op, tail: _Tail | None, name: str, bound: frozenset[str]) -> Op:
+    """The call of a variant, with the next norm's weights bound and nothing that is gone."""
+    pairs = [pair for pair in Binding.of(call).renames if pair[0] in bound]
     if tail is not None:
-        pairs = list(Binding.of(call).renames)
         for weight, recipe, sources in zip(
             _tail_names(tail), tail.norm.recipes, tail.sources, strict=True
         ):
             local = [source[1:] for source in source_names(weight, recipe)]
             pairs += zip(local, sources, strict=True)
-        attrs["bind"] = tuple(pairs)
+    attrs: dict[str, Attr] = {**call.attr, "block": name, "bind": tuple(pairs)}
+    if not pairs:
+        del attrs["bind"]
     return replace(call, attrs=attrs_of(attrs))
 
 

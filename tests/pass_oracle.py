@@ -18,7 +18,21 @@ from metainfer.ir.parser import parse_graph, parse_module
 from metainfer.ir.printer import print_graph, print_module
 from metainfer.ir.strategy import Strategy
 from metainfer.ir.types import StateType, Symbol, TensorType
+from metainfer.passes.canonicalize import canonicalize
+from metainfer.passes.fuse import fuse
+from metainfer.passes.merge_linears import merge_linears
+from metainfer.passes.raise_ops import raise_ops
+from metainfer.passes.seam import seam
 from metainfer.passes.target import Report, Target
+
+# The rewriting passes by name, in their order.
+PASSES = {
+    "raise": raise_ops,
+    "canonicalize": canonicalize,
+    "merge_linears": merge_linears,
+    "seam": seam,
+    "fuse": fuse,
+}
 
 PAGE_SIZE = 4
 STEP_SIZES = ({"T": 1, "B": 1, "P": 1, "R": 1}, {"T": 5, "B": 2, "P": 3, "R": 2})

@@ -33,7 +33,7 @@ TRIALS: dict[str, tuple[Attr, ...]] = {
 }
 # What t[*] may be: like the scores of an attention (a mask), like other leading dims, or a number.
 STARS = ("scores", "lead", "scalar")
-MOST_TRIALS = 6000
+MOST_TRIALS, FEW_TRIALS = 6000, 600
 
 
 @dataclass
@@ -73,18 +73,21 @@ def instances(rule: Rule, device: Device, accept: Callable[[Graph], bool]) -> It
     if len(names) > 1:
         choices.append({n: BF16 if n == "t" else F32 for n in names})
         choices.append({n: F32 if n == "t" else BF16 for n in names})
+    most = MOST_TRIALS
     for dtypes in choices:
         stars = STARS if {"S", "L"} <= rule.before.size_variables() else STARS[1:]
         for lead, star in product(LEADS, stars):
-            found = _solve(_State(rule, device, dtypes, lead, star))
+            # Sizes that suit one choice of types are near for the next one, too.
+            found = _solve(_State(rule, device, dtypes, lead, star), most)
             if found is not None and accept(found):
+                most = FEW_TRIALS
                 yield found
                 break
 
 
-def _solve(start: _State) -> Graph | None:
+def _solve(start: _State, most: int) -> Graph | None:
     stack = [start]
-    for _ in range(MOST_TRIALS):
+    for _ in range(most):
         if not stack:
             return None
         state = stack.pop()

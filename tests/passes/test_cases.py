@@ -9,25 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from pass_oracle import assert_same_numbers, parse_any, print_any, target_for
+from pass_oracle import PASSES, assert_same_numbers, parse_any, print_any, target_for
 
 from metainfer.ir.graph import Module
 from metainfer.ir.verify import verify_module
-from metainfer.passes.canonicalize import canonicalize
-from metainfer.passes.fuse import fuse
-from metainfer.passes.merge_linears import merge_linears
-from metainfer.passes.raise_ops import raise_ops
-from metainfer.passes.seam import seam
 
 CASES = Path(__file__).parent / "cases"
 LINE = "# -----\n"
-PASSES = {
-    "raise": raise_ops,
-    "canonicalize": canonicalize,
-    "merge_linears": merge_linears,
-    "seam": seam,
-    "fuse": fuse,
-}
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 A new rule needs no new test.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,8 @@ RULES = load_rules()
 DEVICE = target_for().device
 
 
-def fitting(rule: Rule) -> Iterator[Graph]:
+@cache
+def fitting(rule: Rule) -> tuple[Graph, ...]:
     """Graphs that run and that the rule changes."""
 
     def accept(graph: Graph) -> bool:
@@ -37,7 +38,7 @@ def fitting(rule: Rule) -> Iterator[Graph]:
             return False
         return True
 
-    return instances(rule, DEVICE, accept)
+    return tuple(instances(rule, DEVICE, accept))
 
 
 def test_a_rule_file_is_named_after_its_rule() -> None:
@@ -53,7 +54,7 @@ def test_every_rule_reads_back_from_its_print() -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
 def test_rule_keeps_numbers(rule: Rule) -> None:
-    found = list(fitting(rule))
+    found = fitting(rule)
     assert found, "no sizes and types satisfy the rule"
     for graph in found:
         before = as_module(graph)
@@ -96,7 +97,7 @@ def _fits_anywhere(rule: Rule, index: OpIndex, graph: Graph) -> bool:
 
 def test_a_rule_of_another_phase_or_device_rests() -> None:
     rule = next(r for r in RULES if r.name == "add_rms_norm")
-    before = as_module(next(fitting(rule)))
+    before = as_module(fitting(rule)[0])
     for resting in (replace(rule, phase="prefill"), replace(rule, needs=("gpu",))):
         assert apply_rules(before, target_for(), [resting], "test") == before
     for working in (replace(rule, phase="decode"), replace(rule, needs=("cpu", "torch"))):
