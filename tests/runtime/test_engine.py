@@ -95,6 +95,15 @@ def test_no_part_of_a_stop_text_is_streamed() -> None:
     assert len(texts) == 7
 
 
+def test_text_held_back_for_a_stop_text_comes_at_the_end() -> None:
+    engine = Engine(HashRunner(), letter_tokenizer(), end_ids=())
+    (whole,) = engine.generate(["hello"], SamplingParams(max_tokens=6))
+    params = SamplingParams(max_tokens=6, stop=(whole.text[-2:] + "never",))
+    (answer,) = engine.generate(["hello"], params)
+    assert (answer.text, answer.finish_reason, answer.stop_text) == (whole.text, "length", None)
+    assert "".join(p.text for p in engine.stream("hello", params)) == whole.text
+
+
 def test_a_closed_stream_frees_its_pages() -> None:
     engine = Engine(HashRunner(), letter_tokenizer(), end_ids=())
     stream = engine.stream("hello", SamplingParams(max_tokens=12))
@@ -233,6 +242,23 @@ def test_whoever_waits_meets_the_error_of_a_step_that_another_ran() -> None:
     assert list(second[-1].completion.token_ids) == greedy([3, 4], 6)
     with pytest.raises(RuntimeError, match="fell off the bus"):
         next(first)
+    assert is_clean(engine)
+
+
+def test_an_answer_that_ended_in_a_failed_step_counts() -> None:
+    engine = Engine(HashRunner())
+    ended = engine.submit([1, 2], SamplingParams(max_tokens=1))
+    failed = engine.submit([3], SamplingParams(max_tokens=2))
+
+    def fail(token: int, end_ids: object) -> None:
+        raise ValueError("no such text")
+
+    failed.accept = fail  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no such text"):
+        engine.step()
+    assert ended.error is None
+    assert list(ended.completion("f00d").token_ids) == greedy([1, 2], 1)
+    assert isinstance(failed.error, ValueError)
     assert is_clean(engine)
 
 
