@@ -273,27 +273,45 @@ def quantize(values: np.ndarray, format: Block) -> BlockArray:
 
     Symmetric integer formats map the largest magnitude of a block to the largest code; formats with
     an offset map [min, max] to the whole code range; float codes map it to the largest finite
-    code. Blocks of zeros get codes 0. Scales are rounded to their type before codes are chosen, so
-    that the error is that of the stored numbers.
+    code. Blocks of zeros get codes 0. Scales and offsets are rounded to their types before codes
+    are chosen, and up or down where the nearest would clip: no value is off by more than half the
+    step of its code (of the smallest scale, where a block is tinier than that).
 
     Shapes: values [*shape] -> codes [*shape], scales [*format.scale_shape(shape)].
+    Raises: TypeMismatch if a value is not finite or beyond the format, or if the format is one that
+        cannot be rounded to (unsigned codes without an offset, say).
     """
+    _check_roundable(format)
     x = np.asarray(values, dtype=np.float32)
     blocks = _blocks(x, format)
-    low, high = blocks.min(axis=-1), blocks.max(axis=-1)
-    if format.offset is not None:
-        offsets = low.astype(format.offset.numpy)
-        top = float(2**format.element.bits - 1)
-        scales = ((high - offsets.astype(np.float32)) / top).astype(format.scale.numpy)
-    else:
-        offsets = None
-        top = _largest_code(format.element)
-        scales = _round_scale(np.maximum(np.abs(low), np.abs(high)) / top, format.scale)
+    low, high = blocks.min(axis=-1, initial=np.inf), blocks.max(axis=-1, initial=-np.inf)
+    if x.size and not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise TypeMismatch(f"quantize to {format}: a value is not finite")
+    offsets = None if format.offset is None else _round_down(low, format.offset)
+    extent = np.maximum(np.abs(low), np.abs(high))
+    if offsets is not None:
+        extent = high - offsets.astype(np.float32)
+    scales = _round_scale(extent, format)
+    for made in (scales, offsets):
+        if made is not None and not np.isfinite(made.astype(np.float32)).all():
+            raise TypeMismatch(f"quantize to {format}: a block reaches {extent.max():g}")
     wide = _spread(scales.astype(np.float32), format, x.shape)
     shift = 0.0 if offsets is None else _spread(offsets.astype(np.float32), format, x.shape)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(wide > 0, (x - shift) / wide, 0.0).astype(np.float32)
     return BlockArray(format, _encode(ratio, format.element), scales, offsets)
+
+
+def _check_roundable(format: Block) -> None:
+    element = format.element
+    fits = {"int": format.offset is None, "uint": format.offset is not None}
+    if not fits.get(element.kind, element.is_float and format.offset is None):
+        raise TypeMismatch(
+            f"cannot round to {format}",
+            advice="unsigned codes need an offset, signed and float codes have none",
+        )
+    if element is F8E8M0 or not format.scale.is_float or not (format.offset or F32).is_float:
+        raise TypeMismatch(f"cannot round to {format}", advice="scales and offsets are floats")
 
 
 def _blocks(x: np.ndarray, format: Block) -> np.ndarray:
@@ -311,37 +329,58 @@ def _blocks(x: np.ndarray, format: Block) -> np.ndarray:
 
 
 _LARGEST = {
-    "f16": 65504.0,
-    "f32": 3.4028234663852886e38,
-    "f64": 1.7976931348623157e308,
-    "bf16": 3.3895313892515355e38,
     "f8e4m3": 448.0,
     "f8e5m2": 57344.0,
-    "f8e8m0": 2.0**127,
     "f4e2m1": 6.0,
+    "f16": 65504.0,
+    "bf16": float(np.uint32(0x7F7F0000).view(np.float32)),
+    "f32": float(np.finfo(np.float32).max),
+    "f64": float(np.finfo(np.float64).max),
 }
+# Numbers with this many explicit mantissa bits: the step at the largest code follows from it.
+_MANTISSA = {"f8e4m3": 3, "f8e5m2": 2, "f4e2m1": 1, "f16": 10, "bf16": 7, "f32": 23, "f64": 52}
 
 
 def _largest_code(element: Scalar) -> float:
-    if element.kind in ("int", "uint"):
+    if element.kind == "uint":
+        return float(2**element.bits - 1)
+    if element.kind == "int":
         return float(2 ** (element.bits - 1) - 1)
     return _LARGEST[element.name]
 
 
-def _round_scale(scales: np.ndarray, scale: Scalar) -> np.ndarray:
-    if scale is not F8E8M0:
-        return scales.astype(scale.numpy)
-    # A power of two, rounded up, so that nothing saturates (OCP MX rounds down and clips).
-    safe = np.where(scales > 0, scales, 1.0)
-    exponents = np.clip(np.ceil(np.log2(safe)), -127, 127)
-    return np.exp2(exponents).astype(scale.numpy)
+def _half_step(element: Scalar) -> float:
+    """Half the distance of codes at the largest code."""
+    if not element.is_float:
+        return 0.5
+    exponent = math.frexp(_largest_code(element))[1] - 1
+    return math.ldexp(0.5, exponent - _MANTISSA[element.name])
+
+
+def _round_down(values: np.ndarray, type_: Scalar) -> np.ndarray:
+    nearest = values.astype(type_.numpy)
+    lowest = np.asarray(-np.inf, type_.numpy)
+    return np.where(nearest.astype(np.float32) > values, np.nextafter(nearest, lowest), nearest)
+
+
+def _round_scale(extent: np.ndarray, format: Block) -> np.ndarray:
+    """Scales so that codes reach ``extent``, at most half a step short of it."""
+    top = _largest_code(format.element)
+    wanted = (extent / np.float32(top)).astype(np.float32)
+    if format.scale is F8E8M0:
+        # A power of two, rounded up, so that nothing saturates (OCP MX rounds down and clips).
+        mantissa, exponent = np.frexp(np.where(extent > 0, wanted, np.float32(1.0)))
+        exponent = np.clip(np.where(mantissa == 0.5, exponent - 1, exponent), -127, 127)
+        return np.ldexp(np.float32(1.0), exponent).astype(format.scale.numpy)
+    with np.errstate(over="ignore"):
+        nearest = wanted.astype(format.scale.numpy)
+    reach = nearest.astype(np.float32) * np.float32(top + _half_step(format.element))
+    up = np.nextafter(nearest, np.asarray(np.inf, format.scale.numpy))
+    return np.where(extent > reach, up, nearest)
 
 
 def _encode(ratio: np.ndarray, element: Scalar) -> np.ndarray:
-    if element.kind == "uint":
-        return np.clip(np.rint(ratio), 0, 2**element.bits - 1).astype(element.numpy)
-    if element.kind == "int":
-        top = 2 ** (element.bits - 1)
-        return np.clip(np.rint(ratio), -top, top - 1).astype(element.numpy)
-    top_float = _largest_code(element)
-    return np.clip(ratio, -top_float, top_float).astype(element.numpy)
+    top = _largest_code(element)
+    lowest = 0.0 if element.kind == "uint" else -top
+    codes = ratio if element.is_float else np.rint(ratio)
+    return np.clip(codes, lowest, top).astype(element.numpy)

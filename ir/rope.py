@@ -28,7 +28,7 @@ class Rope:
         original_max: positions the model was first trained on (llama3, yarn).
         beta_fast: yarn: rotations over the original context above which a frequency is kept.
         beta_slow: yarn: rotations below which it is interpolated.
-        attention_factor: yarn: multiplies cos and sin; 0 means 0.1 ln(factor) + 1.
+        attention_factor: yarn: multiplies cos and sin; 0 means 0.1 ln(factor) + 1, at least 1.
     """
 
     theta: float = 10000.0
@@ -59,7 +59,7 @@ class Rope:
         """What cos and sin are multiplied by."""
         if self.scaling != "yarn":
             return 1.0
-        return self.attention_factor or 0.1 * math.log(self.factor) + 1.0
+        return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1.0
 
     def inverse_frequencies(self, width: int) -> np.ndarray:
         """Radians per position of each rotated pair, float32 [width / 2]."""
