@@ -12,12 +12,45 @@ from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.tensors import plain_weight, to_numpy, to_torch, torch_dtype
 from metainfer.ir.dtypes import BlockArray, Scalar
 from metainfer.ir.errors import PlanError
-from metainfer.ir.graph import Graph, Op, Value
+from metainfer.ir.graph import Graph, Op, Value, attrs_of
 from metainfer.ir.interpret import Data, concrete_attr, interpret_graph
-from metainfer.ir.ops.record import op_def
-from metainfer.ir.types import StateType
+from metainfer.ir.ops.record import infer_types, op_def
+from metainfer.ir.types import StateType, Type
 
 Env = Mapping[str, int]
+
+
+def make_op(
+    name: str, types: Sequence[Type], attrs: Mapping[str, Any], weights: Sequence[int] = ()
+) -> Op:
+    """An op on operands of some types, results inferred; ``weights`` are named as such."""
+
+    def named(i: int, type_: Type) -> Value:
+        sigil = "$" if isinstance(type_, StateType) else "@" if i in weights else "%"
+        return Value(f"{sigil}{i}", type_)
+
+    operands = tuple(named(i, t) for i, t in enumerate(types))
+    made = infer_types(name, types, attrs)
+    results = tuple(Value(f"%r{i}", t) for i, t in enumerate(made))
+    return Op(name, operands, results, attrs_of(attrs))
+
+
+def difference(found: Data, wanted: Data) -> float:
+    """Largest deviation, relative to the largest finite magnitude; inf where NaNs or infs differ.
+
+    Raises: PlanError if the shapes differ.
+    """
+    if not isinstance(found, np.ndarray) or not isinstance(wanted, np.ndarray):
+        raise PlanError("states are compared field by field")
+    if found.shape != wanted.shape:
+        raise PlanError(f"shape {list(found.shape)} where {list(wanted.shape)} is wanted")
+    a, b = found.astype(np.float64), wanted.astype(np.float64)
+    finite = np.isfinite(b)
+    same = np.array_equal(a[~finite], b[~finite], equal_nan=True)
+    if not same or not np.isfinite(a[finite]).all():
+        return float("inf")
+    top = np.max(np.abs(b[finite]), initial=1e-3)
+    return float(np.max(np.abs(a[finite] - b[finite]), initial=0.0) / top)
 
 
 def run_reference(op: Op, data: Sequence[Data], env: Env | None = None) -> tuple[Data, ...]:

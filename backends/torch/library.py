@@ -88,9 +88,9 @@ def _rms_norm(call: TorchCall) -> None:
 
 
 def _layer_norm(call: TorchCall) -> None:
-    x, *weights = call.inputs
-    width = (x.shape[-1],)
-    call.outputs[0].copy_(functional.layer_norm(x, width, *weights, eps=call.attrs["eps"]))
+    x, weight, bias = (*call.inputs, None, None)[:3]
+    made = functional.layer_norm(x, x.shape[-1:], weight, bias, eps=call.attrs["eps"])
+    call.outputs[0].copy_(made)
 
 
 # Op -> (call, element types that the library computes as the reference does).

@@ -120,7 +120,7 @@ def linear_fp8(call: TorchCall) -> None:
     # A row of zeros keeps scale 1: it must not divide by zero.
     scales = torch.where(top > 0, top / _FP8_TOP, 1.0)
     codes = (rows / scales).to(torch.float8_e4m3fn)
-    made = torch._scaled_mm(
+    made = aten._scaled_mm(
         codes,
         weight.codes.t(),
         scale_a=scales,

@@ -23,10 +23,15 @@ def _matmul(call: TorchCall) -> None:
 
 
 def _conv2d(call: TorchCall) -> None:
-    operands = [widen(t) for t in call.inputs]
+    x, weight, *bias = (widen(t) for t in call.inputs)
     attrs = call.attrs
     y = functional.conv2d(
-        *operands, stride=attrs["stride"], padding=attrs["padding"], groups=attrs["groups"]
+        x,
+        weight,
+        bias[0] if bias else None,
+        stride=attrs["stride"],
+        padding=attrs["padding"],
+        groups=attrs["groups"],
     )
     call.outputs[0].copy_(y)
 

@@ -135,10 +135,11 @@ class BlockTensors:
 
         Shapes: index [...] -> [..., D].
         """
-        height = self.format.block[0] if len(self.format.block) > 1 else 1
+        *heights, width = self.format.block
+        height = heights[-1] if heights else 1
         # One block over all rows keeps a single row of scales.
         at = torch.zeros_like(index) if height == 0 else index // height
-        row_format = replace(self.format, block=(self.format.block[-1],))
+        row_format = replace(self.format, block=(width,))
         offsets = None if self.offsets is None else self.offsets[at]
         return BlockTensors(row_format, self.codes[index], self.scales[at], offsets).dequantize()
 
