@@ -3,10 +3,10 @@
     python benchmarks/cpu_kernels.py            # everything
     python benchmarks/cpu_kernels.py --only decode --threads 1
 
-Linears: median microseconds, bytes of weights (and activations) per second, arithmetic rate; the
-roofline of one row is its bytes at the measured read bandwidth. Decode: one step of a model with
+Linears: microseconds (median and best), bytes of weights per second, arithmetic rate; the roofline
+of one row is its bytes at the measured read bandwidth. Decode and prefill: one step of a model with
 SmolLM2-135M's shapes and random weights, as one command list; its roofline is the bytes of weights
-and cache read per token.
+and cache read per step.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +26,11 @@ from metainfer.backends.cpu.program import DimArg, ProgramBuilder
 from metainfer.ir.dtypes import Block, BlockArray, parse_dtype
 
 WIDTH, LAYERS, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 576, 30, 9, 3, 64, 1536, 49152
+QUERY, QKV = HEADS * HEAD, (HEADS + 2 * KV_HEADS) * HEAD
 CONTEXT, PAGE = 128, 16
+HEAD_FORMAT = "i8/32:f16"
+# Dims of the command lists: tokens, sequences, sampled rows.
+T, B, R = DimArg(0), DimArg(1), DimArg(2)
 # Linears of the model as (name, N, K); the last is for comparison with other reports.
 SHAPES = [
     ("qkv", (HEADS + 2 * KV_HEADS) * HEAD, WIDTH),
@@ -45,8 +50,16 @@ KINDS = {
 }
 
 
-def median_us(run: Callable[[], object], budget_s: float = 0.4) -> float:
-    """Median of repeated runs after one warm-up, at least five."""
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of repeated runs: the median, and the best (what a quiet machine would do)."""
+
+    median: float
+    best: float
+
+
+def time_runs(run: Callable[[], object], budget_s: float = 0.4) -> Times:
+    """Repeat after one warm-up, at least five times."""
     run()
     times: list[float] = []
     end = time.perf_counter() + budget_s
@@ -54,7 +67,7 @@ def median_us(run: Callable[[], object], budget_s: float = 0.4) -> float:
         before = time.perf_counter()
         run()
         times.append((time.perf_counter() - before) * 1e6)
-    return statistics.median(times)
+    return Times(statistics.median(times), min(times))
 
 
 def read_bandwidth() -> float:
@@ -67,7 +80,7 @@ def read_bandwidth() -> float:
     pointers = [y.ctypes.data, blob.ctypes.data, 0, 0, x.ctypes.data]
     builder.add("linear_bf16", pointers, [1, n, k, n, 0, k])
     made = builder.build()
-    return blob.nbytes / median_us(lambda: made.run(), 0.8) * 1e6
+    return blob.nbytes / time_runs(made.run, 0.8).best * 1e6
 
 
 def random_blob(dtype: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
@@ -107,30 +120,36 @@ class Buffers:
 
 
 def bench_linears(bandwidth: float) -> None:
-    rng = np.random.default_rng(0)
-    print(f"{'shape':8} {'M':>4} {'kernel':12} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8} "
-          f"{'roofline us':>11} {'x torch f32':>11}")  # fmt: skip
+    columns = "us      best    GB/s  GFLOP/s  roofline us  x torch f32 (best over best)"
+    print(f"{'shape':8} {'M':>4} {'kernel':12} {columns:>40}")
     for name, n, k in SHAPES:
         for m in (1, 512):
-            if name == "head" and m > 1:
-                continue
-            x = torch.randn(m, k)
-            w = torch.randn(n, k)
-            with torch.inference_mode():
-                base = median_us(lambda x=x, w=w: torch.nn.functional.linear(x, w))
-            print(f"{name:8} {m:4} {'torch f32':12} {base:10.1f} {n * k * 4 / base / 1e3:7.1f} "
-                  f"{2 * m * n * k / base / 1e3:8.1f}")  # fmt: skip
-            for kernel, dtype in KINDS.items():
-                keep = Buffers()
-                blob = random_blob(dtype, n, k, rng)
-                builder = ProgramBuilder()
-                add_linear(builder, kernel, dtype, m, n, k, keep.floats(m, n), blob, x, keep)
-                made = builder.build()
-                us = median_us(lambda made=made: made.run())
-                limit = (blob.nbytes + m * (n + k) * 4) / bandwidth * 1e6
-                flops = 2 * m * n * k
-                print(f"{name:8} {m:4} {kernel:12} {us:10.1f} {blob.nbytes / us / 1e3:7.1f} "
-                      f"{flops / us / 1e3:8.1f} {limit:11.1f} {base / us:11.2f}")  # fmt: skip
+            if name != "head" or m == 1:
+                bench_shape(name, m, n, k, bandwidth)
+
+
+def bench_shape(name: str, m: int, n: int, k: int, bandwidth: float) -> None:
+    rng = np.random.default_rng(0)
+    x, w = torch.randn(m, k), torch.randn(n, k)
+
+    def library_linear() -> torch.Tensor:
+        return torch.nn.functional.linear(x, w)
+
+    def row(kernel: str, times: Times, weight_bytes: int) -> None:
+        limit = (weight_bytes + m * (n + k) * 4) / bandwidth * 1e6
+        print(f"{name:8} {m:4} {kernel:12} {times.median:10.1f} {times.best:9.1f} "
+              f"{weight_bytes / times.median / 1e3:7.1f} {2 * m * n * k / times.median / 1e3:8.1f} "
+              f"{limit:12.1f} {base.best / times.best:12.2f}")  # fmt: skip
+
+    with torch.inference_mode():
+        base = time_runs(library_linear)
+    row("torch f32", base, n * k * 4)
+    for kernel, dtype in KINDS.items():
+        keep = Buffers()
+        blob = random_blob(dtype, n, k, rng)
+        builder = ProgramBuilder()
+        add_linear(builder, kernel, dtype, m, n, k, keep.floats(m, n), blob, x, keep)
+        row(kernel, time_runs(builder.build().run), blob.nbytes)
 
 
 def add_linear(
@@ -157,7 +176,6 @@ class Model:
     buffers: Buffers
     weight_bytes: int
     logits: np.ndarray
-    tokens: np.ndarray
 
 
 class ModelBuilder:
@@ -165,92 +183,108 @@ class ModelBuilder:
 
     def __init__(self, dtype: str, tokens: int, context: int) -> None:
         self.rng = np.random.default_rng(1)
-        self.dtype, self.T = dtype, tokens
+        self.dtype, self.rows, self.context = dtype, tokens, context
+        self.is_block = dtype in FORMATS
+        bits = 4 if parse_dtype(dtype).bits < 8 else 8
+        self.kernel = f"linear_w{bits}a8" if self.is_block else f"linear_{dtype}"
         self.keep, self.builder = Buffers(), ProgramBuilder()
         self.weight_bytes = 0
-        bits = parse_dtype(dtype).bits
-        self.is_block = dtype in FORMATS
-        self.kernel = f"linear_w{4 if bits < 8 else 8}a8" if self.is_block else f"linear_{dtype}"
-        self.context = context
+        floats = self.keep.floats
+        self.norm = self.keep.keep(np.ones(WIDTH, np.float32))
+        self.x, self.qkv, self.q = floats(tokens, WIDTH), floats(tokens, QKV), floats(tokens, QUERY)
+        self.normed, self.attended = floats(tokens, WIDTH), floats(tokens, QUERY)
+        self.gate_up, self.active = floats(tokens, 2 * FFN), floats(tokens, FFN)
+        self.codes = self.keep.codes(tokens, WIDTH) if self.is_block else [0, 0, 0]
+        self.wide = self.keep.codes(tokens, FFN) if self.is_block else [0, 0, 0]
+        # With quantized activations the float rows before a linear are not written.
+        self.normed_out = 0 if self.is_block else self.normed
+        self.active_out = 0 if self.is_block else self.active
 
-    def linear(
+    def ints(self, *values: int) -> int:
+        """Keep an i32 array."""
+        return self.keep.keep(np.array(values, np.int32))
+
+    def add_norm(self, x: int, rows: DimArg) -> None:
+        pointers = [self.normed_out, x, self.norm, *self.codes]
+        self.builder.add("rms_norm", pointers, [rows, WIDTH, WIDTH, WIDTH], [1e-5, 0.0])
+
+    def add_linear(
         self, y: int, x: int, codes: list[int], n: int, k: int, rows: DimArg, residual: int = 0
     ) -> None:
         blob = random_blob(self.dtype, n, k, self.rng)
         self.weight_bytes += blob.nbytes
         head = [y, self.keep.keep(blob), 0, residual]
-        ints = [rows, n, k, n, n if residual else 0]
+        ints: list[int | DimArg] = [rows, n, k, n, n if residual else 0]
         if self.is_block:
             self.builder.add(self.kernel, [*head, *codes], [*ints, FORMATS[self.dtype]])
         else:
             self.builder.add(self.kernel, [*head, x], [*ints, k])
 
-    def build(self) -> Model:
-        T, B, R = DimArg(0), DimArg(1), DimArg(2)
-        keep, add, rows = self.keep, self.builder.add, self.T
-        q_width, qkv_width = HEADS * HEAD, (HEADS + 2 * KV_HEADS) * HEAD
-        norm = keep.keep(np.ones(WIDTH, np.float32))
+    def add_embedding(self) -> np.ndarray:
+        """Add the look-up and return the table: packed 8-bit blocks, or rows of f32."""
+        tokens = self.ints(*[7] * self.rows)
+        if self.is_block:
+            table = random_blob(HEAD_FORMAT, VOCAB, WIDTH, self.rng)
+            pointers = [self.x, self.keep.keep(table), tokens]
+            self.builder.add(
+                "embedding_block", pointers, [T, WIDTH, FORMATS[HEAD_FORMAT], 16], [1.0]
+            )
+            return table
+        table = self.rng.standard_normal((VOCAB, WIDTH), np.float32)
+        pointers = [self.x, self.keep.keep(table), tokens]
+        self.builder.add("embedding_f32", pointers, [T, WIDTH], [1.0])
+        return table
+
+    def add_layers(self) -> None:
         angles = np.arange(self.context)[:, None] / 1e4 ** (np.arange(HEAD // 2) / (HEAD / 2))
-        cosine = keep.keep(np.cos(angles).astype(np.float32))
-        sine = keep.keep(np.sin(angles).astype(np.float32))
-        first = self.context - rows
-        positions = keep.keep(np.arange(first, self.context, dtype=np.int32))
-        slots = positions
-        starts = keep.keep(np.array([0, rows], np.int32))
-        lengths = keep.keep(np.array([self.context], np.int32))
+        cosine = self.keep.keep(np.cos(angles).astype(np.float32))
+        sine = self.keep.keep(np.sin(angles).astype(np.float32))
+        slots = self.ints(*range(self.context - self.rows, self.context))
         num_pages = -(-self.context // PAGE)
-        pages = keep.keep(np.arange(num_pages, dtype=np.int32))
-        tokens = np.full(rows, 7, np.int32)
-        last = keep.keep(np.array([rows - 1], np.int32))
-        x, qkv, q = (
-            keep.floats(rows, WIDTH),
-            keep.floats(rows, qkv_width),
-            keep.floats(rows, q_width),
-        )
-        normed, attended = keep.floats(rows, WIDTH), keep.floats(rows, q_width)
-        gate_up, active = keep.floats(rows, 2 * FFN), keep.floats(rows, FFN)
-        codes = keep.codes(rows, WIDTH) if self.is_block else [0, 0, 0]
-        wide = keep.codes(rows, FFN) if self.is_block else [0, 0, 0]
-        table = random_blob("i8/32:f16", VOCAB, WIDTH, self.rng) if self.is_block else None
-        if table is not None:
-            ints = [T, WIDTH, FORMATS["i8/32:f16"], 16]
-            add("embedding_block", [x, keep.keep(table), keep.keep(tokens)], ints, [1.0])
-        else:
-            plain = keep.keep(self.rng.standard_normal((VOCAB, WIDTH), np.float32))
-            add("embedding_f32", [x, plain, keep.keep(tokens)], [T, WIDTH], [1.0])
-        out = 0 if self.is_block else normed
+        step = [self.ints(0, self.rows), self.ints(self.context), self.ints(*range(num_pages))]
         for _ in range(LAYERS):
             shape = (num_pages * PAGE, KV_HEADS, HEAD)
-            k_cache, v_cache = keep.floats(*shape), keep.floats(*shape)
-            add("rms_norm", [out, x, norm, *codes], [T, WIDTH, WIDTH, WIDTH], [1e-5, 0.0])
-            self.linear(qkv, normed, codes, qkv_width, WIDTH, T)
-            pointers = [q, k_cache, v_cache, qkv, cosine, sine, positions, slots, 0, 0]
-            ints = [T, HEADS, KV_HEADS, HEAD, qkv_width, q_width, HEAD]
-            add("rope_kv_write", pointers, ints, [0.0, 0.0])
-            pointers = [attended, q, k_cache, v_cache, starts, lengths, pages]
-            heads = [T, B, HEADS, KV_HEADS, HEAD, num_pages, PAGE, 0, q_width, q_width]
-            add("attention_paged", pointers, heads, [HEAD**-0.5, 0.0])
+            caches = [self.keep.floats(*shape), self.keep.floats(*shape)]
+            self.add_norm(self.x, T)
+            self.add_linear(self.qkv, self.normed, self.codes, QKV, WIDTH, T)
+            pointers = [self.q, *caches, self.qkv, cosine, sine, slots, slots, 0, 0]
+            ints: list[int | DimArg] = [T, HEADS, KV_HEADS, HEAD, QKV, QUERY, HEAD]
+            self.builder.add("rope_kv_write", pointers, ints, [0.0, 0.0])
+            pointers = [self.attended, self.q, *caches, *step]
+            ints = [T, B, HEADS, KV_HEADS, HEAD, num_pages, PAGE, 0, QUERY, QUERY]
+            self.builder.add("attention_paged", pointers, ints, [HEAD**-0.5, 0.0])
             if self.is_block:
-                add("quantize_rows_i8", [*codes, attended], [T, q_width, q_width])
-            self.linear(x, attended, codes, WIDTH, q_width, T, residual=x)
-            add("rms_norm", [out, x, norm, *codes], [T, WIDTH, WIDTH, WIDTH], [1e-5, 0.0])
-            self.linear(gate_up, normed, codes, 2 * FFN, WIDTH, T)
-            active_out = 0 if self.is_block else active
-            add("silu_mul", [active_out, gate_up, *wide], [T, FFN, 2 * FFN, FFN])
-            self.linear(x, active, wide, WIDTH, FFN, T, residual=x)
-        sampled, logits = keep.floats(1, WIDTH), np.zeros((1, VOCAB), np.float32)
-        add("gather_rows", [sampled, x, last], [R, WIDTH, WIDTH, WIDTH])
-        add("rms_norm", [out, sampled, norm, *codes], [R, WIDTH, WIDTH, WIDTH], [1e-5, 0.0])
-        if table is not None:
+                pointers = [*self.codes, self.attended]
+                self.builder.add("quantize_rows_i8", pointers, [T, QUERY, QUERY])
+            self.add_linear(self.x, self.attended, self.codes, WIDTH, QUERY, T, residual=self.x)
+            self.add_norm(self.x, T)
+            self.add_linear(self.gate_up, self.normed, self.codes, 2 * FFN, WIDTH, T)
+            pointers = [self.active_out, self.gate_up, *self.wide]
+            self.builder.add("silu_mul", pointers, [T, FFN, 2 * FFN, FFN])
+            self.add_linear(self.x, self.active, self.wide, WIDTH, FFN, T, residual=self.x)
+
+    def add_head(self, table: np.ndarray) -> np.ndarray:
+        """Add the last row's norm, logits and choice; return where the logits go."""
+        logits, sampled = np.zeros((1, VOCAB), np.float32), self.keep.floats(1, WIDTH)
+        pointers = [sampled, self.x, self.ints(self.rows - 1)]
+        self.builder.add("gather_rows", pointers, [R, WIDTH, WIDTH, WIDTH])
+        self.add_norm(sampled, R)
+        y = self.keep.keep(logits)
+        if self.is_block:
             # The head shares the 8-bit table, as in SmolLM2's GGUF.
             self.weight_bytes += table.nbytes
-            pointers = [keep.keep(logits), table.ctypes.data, 0, 0, *codes]
-            add("linear_w8a8", pointers, [R, VOCAB, WIDTH, VOCAB, 0, FORMATS["i8/32:f16"]])
+            ints: list[int | DimArg] = [R, VOCAB, WIDTH, VOCAB, 0, FORMATS[HEAD_FORMAT]]
+            self.builder.add("linear_w8a8", [y, table.ctypes.data, 0, 0, *self.codes], ints)
         else:
-            self.linear(keep.keep(logits), normed, codes, VOCAB, WIDTH, R)
-        best = keep.keep(np.zeros(1, np.int32))
-        add("argmax_rows", [best, logits.ctypes.data], [R, VOCAB, VOCAB])
-        return Model(self.builder.build(), keep, self.weight_bytes, logits, tokens)
+            self.add_linear(y, self.normed, self.codes, VOCAB, WIDTH, R)
+        self.builder.add("argmax_rows", [self.ints(0), y], [R, VOCAB, VOCAB])
+        return logits
+
+    def build(self) -> Model:
+        table = self.add_embedding()
+        self.add_layers()
+        logits = self.add_head(table)
+        return Model(self.builder.build(), self.keep, self.weight_bytes, logits)
 
 
 def bench_model(
@@ -258,20 +292,24 @@ def bench_model(
 ) -> None:
     for dtype in dtypes:
         model = ModelBuilder(dtype, tokens, context).build()
-        dims = [tokens, 1, 1]
-        us = median_us(lambda model=model, dims=dims: model.program.run(dims), 2.0)
+        run = model.program.run
+        times = time_runs(partial(run, [tokens, 1, 1]), 2.0)
         assert np.isfinite(model.logits).all()
         assert np.ptp(model.logits) > 0
         cache_bytes = 2 * context * KV_HEADS * HEAD * 4 * LAYERS
-        limit = (model.weight_bytes + cache_bytes) / bandwidth * 1e6
-        print(f"{dtype:14} T={tokens:<4} {us / 1e3:8.3f} ms {tokens / us * 1e6:8.1f} tok/s   "
-              f"bytes limit {limit / 1e3:.3f} ms ({limit / us:.0%})")  # fmt: skip
+        limit = (model.weight_bytes + cache_bytes) / bandwidth * 1e3
+        print(f"{dtype:14} T={tokens:<4} median {times.median / 1e3:8.3f} ms, best "
+              f"{times.best / 1e3:8.3f} ms: {tokens / times.median * 1e6:7.1f} tok/s (best "
+              f"{tokens / times.best * 1e6:7.1f}); bytes alone {limit:.3f} ms")  # fmt: skip
         if detail:
-            totals: dict[str, list[float]] = {}
-            for kernel, spent in model.program.profile(dims):
-                totals.setdefault(kernel, []).append(spent)
-            for kernel, spent in sorted(totals.items(), key=lambda item: -sum(item[1])):
-                print(f"    {kernel:18} {sum(spent):9.1f} us in {len(spent)} commands")
+            print_by_kernel(model.program.profile([tokens, 1, 1]))
+
+
+def print_by_kernel(times: list[tuple[str, float]]) -> None:
+    names = {name for name, _ in times}
+    totals = {name: [us for other, us in times if other == name] for name in names}
+    for name, each in sorted(totals.items(), key=lambda item: -sum(item[1])):
+        print(f"    {name:18} {sum(each):9.1f} us in {len(each)} commands")
 
 
 def main() -> None:

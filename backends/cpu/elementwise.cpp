@@ -75,10 +75,19 @@ MI_INLINE void gated(const Args& a, Context& ctx, Op op) {
     });
 }
 
-void silu(const Args& a, Context& ctx) { unary(a, ctx, silu16); }
-void gelu_tanh(const Args& a, Context& ctx) { unary(a, ctx, gelu_tanh16); }
-void gelu_erf(const Args& a, Context& ctx) { unary(a, ctx, gelu_erf16); }
-void exp_rows(const Args& a, Context& ctx) { unary(a, ctx, exp16); }
+// Lambdas, as a pointer to a function would not be inlined.
+void silu(const Args& a, Context& ctx) {
+    unary(a, ctx, [](f32x16 x) { return silu16(x); });
+}
+void gelu_tanh(const Args& a, Context& ctx) {
+    unary(a, ctx, [](f32x16 x) { return gelu_tanh16(x); });
+}
+void gelu_erf(const Args& a, Context& ctx) {
+    unary(a, ctx, [](f32x16 x) { return gelu_erf16(x); });
+}
+void exp_rows(const Args& a, Context& ctx) {
+    unary(a, ctx, [](f32x16 x) { return exp16(x); });
+}
 // floats: factor.
 void scale(const Args& a, Context& ctx) {
     const f32x16 factor = set16(a.floats[0]);
@@ -90,9 +99,15 @@ void add(const Args& a, Context& ctx) {
 void mul(const Args& a, Context& ctx) {
     binary(a, ctx, [](f32x16 x, f32x16 z) { return x * z; });
 }
-void silu_mul(const Args& a, Context& ctx) { gated(a, ctx, silu16); }
-void gelu_tanh_mul(const Args& a, Context& ctx) { gated(a, ctx, gelu_tanh16); }
-void gelu_erf_mul(const Args& a, Context& ctx) { gated(a, ctx, gelu_erf16); }
+void silu_mul(const Args& a, Context& ctx) {
+    gated(a, ctx, [](f32x16 x) { return silu16(x); });
+}
+void gelu_tanh_mul(const Args& a, Context& ctx) {
+    gated(a, ctx, [](f32x16 x) { return gelu_tanh16(x); });
+}
+void gelu_erf_mul(const Args& a, Context& ctx) {
+    gated(a, ctx, [](f32x16 x) { return gelu_erf16(x); });
+}
 
 // pointers: y, x; ints: rows, width, x_stride, y_stride. y may be x. A row of -inf gives NaN.
 void softmax_rows(const Args& a, Context& ctx) {

@@ -160,18 +160,23 @@ inline void few_rows(const LinearArgs& l, const float* x, i64 ldx, Context& ctx)
     });
 }
 
+// What many_rows needs to know of a weight type.
+struct Panels {
+    i64 bytes;
+    const float* (*expand)(const uint8_t* panel, i64 k, i64 count, float* out);
+};
+
 // The same micro-kernel for every weight type, on panels expanded kDepth at a time; partial sums wait
 // in a small tile of [rows][16].
-template <class W>
-inline void many_rows(const LinearArgs& l, const float* x, i64 ldx, Context& ctx) {
+void many_rows(const LinearArgs& l, const float* x, i64 ldx, const Panels& panels, Context& ctx) {
     float* const expanded = static_cast<float*>(ctx.scratch((kDepth + kRowBlock) * 64));
     float* const sums = expanded + kDepth * 16;
     each_panel(ctx, l.M, l.panels(), [&](i64 begin, i64 end, i64 panel) {
-        const uint8_t* data = l.weight + panel * W::panel_bytes(l.K);
+        const uint8_t* data = l.weight + panel * panels.bytes;
         for (i64 k = 0; k < l.K; k += kDepth) {
             const i64 depth = least(kDepth, l.K - k);
             const bool is_first = k == 0, is_last = k + depth == l.K;
-            const float* w = W::expand(data, k, depth, expanded);
+            const float* w = panels.expand(data, k, depth, expanded);
             each_tile(begin, end, [&](auto rows, i64 m) {
                 constexpr int R = decltype(rows)::value;
                 float* const partial = sums + (m - begin) * 16;
@@ -193,7 +198,7 @@ void linear(const Args& a, Context& ctx) {
     const LinearArgs l(a);
     const float* x = a.ptr<const float>(4);
     if (l.M <= kFewRows) return few_rows<W>(l, x, a.ints[5], ctx);
-    many_rows<W>(l, x, a.ints[5], ctx);
+    many_rows(l, x, a.ints[5], {W::panel_bytes(l.K), W::expand}, ctx);
 }
 
 void linear_f32(const Args& a, Context& ctx) { linear<F32Weights>(a, ctx); }

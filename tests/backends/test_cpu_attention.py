@@ -73,9 +73,8 @@ class Step:
         self.scale = case.D**-0.5
 
     def slots(self, b: int) -> np.ndarray:
-        positions = np.arange(self.lengths[b])
-        size = self.case.page_size
-        return self.pages[b, positions // size] * size + positions % size
+        positions, size = np.arange(self.lengths[b]), self.case.page_size
+        return np.asarray(self.pages[b, positions // size] * size + positions % size)
 
     def expected(self) -> np.ndarray:
         c = self.case

@@ -6,14 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metainfer.backends.cpu import layouts
-from metainfer.ir.dtypes import BF16, Block, BlockArray, parse_dtype, quantize
+from metainfer.ir.dtypes import BF16, Block, BlockArray, DType, parse_dtype
 from metainfer.ir.errors import TypeMismatch
 
 
 def random_block_array(
-    rng: np.random.Generator, shape: tuple[int, int], block: Block
+    rng: np.random.Generator, shape: tuple[int, int], block: DType
 ) -> BlockArray:
-    """Any codes and any bits of scales: what a checkpoint might hold."""
+    """Any codes and any scales: what a checkpoint might hold."""
+    assert isinstance(block, Block)
     bits, signed = block.element.bits, block.element.kind == "int"
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else (0, 2**bits)
     codes = rng.integers(low, high, shape).astype(block.element.numpy)
@@ -77,7 +78,7 @@ def test_layout_for_names_the_lossless_layout() -> None:
 
 
 def test_refuses_what_it_cannot_hold() -> None:
-    weight = np.zeros((16, 32), np.float32)
+    weight, rng = np.zeros((16, 32), np.float32), np.random.default_rng(0)
     with pytest.raises(TypeMismatch, match="unknown CPU layout"):
         layouts.pack("cpu.f32_n7", weight)
     with pytest.raises(TypeMismatch, match="holds bf16"):
@@ -85,6 +86,6 @@ def test_refuses_what_it_cannot_hold() -> None:
     with pytest.raises(TypeMismatch, match="holds matrices"):
         layouts.pack("cpu.f32_n16", weight[0])
     with pytest.raises(TypeMismatch, match="holds i8/32:f16"):
-        layouts.pack("cpu.i8g32_n16", quantize(weight, parse_dtype("u4/32:f16+f16")))
+        layouts.pack("cpu.i8g32_n16", random_block_array(rng, (16, 32), parse_dtype("i4/32:f16")))
     with pytest.raises(TypeMismatch, match="bytes"):
         layouts.unpack("cpu.f32_n16", np.zeros(3, np.uint8), (16, 32))

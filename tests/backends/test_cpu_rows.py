@@ -58,7 +58,7 @@ class Codes:
 
 def rms(x: np.ndarray, eps: float) -> np.ndarray:
     wide = x.astype(np.float64)
-    return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps)
+    return np.asarray(wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -107,7 +107,7 @@ def test_layer_norm(kernels: Library, width: int, has_bias: bool) -> None:
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+    return np.asarray(1 / (1 + np.exp(-x)))
 
 
 ERF = np.vectorize(math.erf)
