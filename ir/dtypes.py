@@ -287,14 +287,14 @@ def quantize(values: np.ndarray, format: Block) -> BlockArray:
     low, high = blocks.min(axis=-1, initial=np.inf), blocks.max(axis=-1, initial=-np.inf)
     if x.size and not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise TypeMismatch(f"quantize to {format}: a value is not finite")
-    offsets = None if format.offset is None else _round_down(low, format.offset)
     extent = np.maximum(np.abs(low), np.abs(high))
-    if offsets is not None:
+    offsets = None
+    if format.offset is not None:
+        if extent.max(initial=0.0) > _LARGEST[format.offset.name]:
+            raise TypeMismatch(f"quantize to {format}: a block reaches {extent.max():g}")
+        offsets = _round_down(low, format.offset)
         extent = high - offsets.astype(np.float32)
     scales = _round_scale(extent, format)
-    for made in (scales, offsets):
-        if made is not None and not np.isfinite(made.astype(np.float32)).all():
-            raise TypeMismatch(f"quantize to {format}: a block reaches {extent.max():g}")
     wide = _spread(scales.astype(np.float32), format, x.shape)
     shift = 0.0 if offsets is None else _spread(offsets.astype(np.float32), format, x.shape)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -310,7 +310,8 @@ def _check_roundable(format: Block) -> None:
             f"cannot round to {format}",
             advice="unsigned codes need an offset, signed and float codes have none",
         )
-    if element is F8E8M0 or not format.scale.is_float or not (format.offset or F32).is_float:
+    offset = format.offset or F32
+    if F8E8M0 in (element, offset) or not format.scale.is_float or not offset.is_float:
         raise TypeMismatch(f"cannot round to {format}", advice="scales and offsets are floats")
 
 
@@ -359,7 +360,7 @@ def _half_step(element: Scalar) -> float:
 
 def _round_down(values: np.ndarray, type_: Scalar) -> np.ndarray:
     nearest = values.astype(type_.numpy)
-    lowest = np.asarray(-np.inf, type_.numpy)
+    lowest = np.asarray(-_LARGEST[type_.name], type_.numpy)
     return np.where(nearest.astype(np.float32) > values, np.nextafter(nearest, lowest), nearest)
 
 
@@ -369,14 +370,21 @@ def _round_scale(extent: np.ndarray, format: Block) -> np.ndarray:
     wanted = (extent / np.float32(top)).astype(np.float32)
     if format.scale is F8E8M0:
         # A power of two, rounded up, so that nothing saturates (OCP MX rounds down and clips).
-        mantissa, exponent = np.frexp(np.where(extent > 0, wanted, np.float32(1.0)))
-        exponent = np.clip(np.where(mantissa == 0.5, exponent - 1, exponent), -127, 127)
+        mantissa, exponent = np.frexp(wanted)
+        exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
+        # A block so tiny that its scale is no float32 takes the smallest one, zeros take 1.
+        exponent = np.where((wanted == 0) & (extent > 0), -127, np.clip(exponent, -127, 127))
         return np.ldexp(np.float32(1.0), exponent).astype(format.scale.numpy)
     with np.errstate(over="ignore"):
         nearest = wanted.astype(format.scale.numpy)
-    reach = nearest.astype(np.float32) * np.float32(top + _half_step(format.element))
-    up = np.nextafter(nearest, np.asarray(np.inf, format.scale.numpy))
-    return np.where(extent > reach, up, nearest)
+    reach = np.float32(top + _half_step(format.element))
+    # Towards the largest number, since not all formats have an infinity.
+    up = np.nextafter(nearest, np.asarray(_LARGEST[format.scale.name], format.scale.numpy))
+    scales = np.where(extent > nearest.astype(np.float32) * reach, up, nearest)
+    wide = scales.astype(np.float32)
+    if not np.all(np.isfinite(wide) & (extent <= wide * reach)):
+        raise TypeMismatch(f"quantize to {format}: a block reaches {extent.max():g}")
+    return scales
 
 
 def _encode(ratio: np.ndarray, element: Scalar) -> np.ndarray:
