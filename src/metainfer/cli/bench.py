@@ -88,13 +88,12 @@ def _print(model: "LoadedModel", found: "list[Measurement]") -> None:
 
     name = model.plan.meta["model"]["name"]
     typer.echo(
-        f"{name} on {model.machine.name}, {torch.get_num_threads()} threads, "
-        f"plan {model.plan_hash}, {len(found[0].seconds)} runs"
+        f"{name} on {model.machine.name}, {torch.get_num_threads()} threads, plan {model.plan_hash}"
     )
-    head = ("phase", "what", "measured", "slowest to fastest", "predicted", "roofline", "reached")
+    head = ("phase", "what", "measured", "range", "a step", "predicted", "roofline", "reached")
     rows = [_row(m) for m in found]
     unit = found[0].unit
-    print_table(f"{unit}/s, median", head, rows, left=2)
+    print_table(f"{unit}/s, median of {len(found[0].seconds)} runs", head, rows, left=2)
 
 
 def _row(m: "Measurement") -> tuple[str, ...]:
@@ -103,8 +102,9 @@ def _row(m: "Measurement") -> tuple[str, ...]:
     return (
         m.phase,
         m.what,
-        f"{show_rate(m.per_second)} ({show_seconds(median / m.steps)} a step)",
-        f"{show_rate(min(rates))} to {show_rate(max(rates))}",
+        show_rate(m.per_second),
+        f"{show_rate(min(rates))}-{show_rate(max(rates))}",
+        show_seconds(median / m.steps),
         show_rate(m.count / m.predicted_seconds),
         show_rate(m.count / m.roofline_seconds),
         f"{m.roofline_seconds / median:.0%}",

@@ -135,9 +135,7 @@ def _sizes(chunks: Sequence[tuple[int, int]], page_size: int) -> dict[str, int]:
     }
 
 
-def _measurement(
-    model: LoadedModel, phase: str, what: str, runs: Sequence[_Phase]
-) -> Measurement:
+def _measurement(model: LoadedModel, phase: str, what: str, runs: Sequence[_Phase]) -> Measurement:
     predicted, roofline = _predicted(model, phase, runs[0].sizes)
     seconds = tuple(r.seconds for r in runs)
     first = runs[0]

@@ -66,7 +66,7 @@ def check_plan_path(path: Path) -> None:
     if (path / "plan.json").is_file():
         return
     looks_like_model = path.suffix in (".py", ".gguf") or (path / "config.json").is_file()
-    if looks_like_model or not path.exists() and "/" not in str(path):
+    if looks_like_model or (not path.exists() and "/" not in str(path)):
         what = "is a model" if looks_like_model else "is no folder of a plan"
         raise PlanError(
             f"{path} {what}: this verb takes a plan",

@@ -20,7 +20,7 @@ def print_json(data: Mapping[str, Any]) -> None:
 def print_table(
     title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 ) -> None:
-    """Print a table to stdout; the first ``left`` columns begin at the left, figures at the right."""
+    """Print a table to stdout: ``left`` columns of text, then figures, set to the right."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -30,7 +30,7 @@ def print_table(
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(head):
-        is_text = number < left or number == len(head) - 1 and name in ("", "detail", "reason")
+        is_text = number < left or (number == len(head) - 1 and name in ("", "detail", "reason"))
         table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))

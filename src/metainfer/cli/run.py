@@ -108,9 +108,7 @@ def _prompt_text(prompt: str | None) -> str | None:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise MetainferError(
-            f"standard input is no text: {error}", advice="give UTF-8"
-        ) from error
+        raise MetainferError(f"standard input is no text: {error}", advice="give UTF-8") from error
 
 
 def _refuse_prompt(text: str | None, model: "LoadedModel") -> None:

@@ -1,0 +1,290 @@
+"""verify: measures what a plan's numbers are worth, against float32 of the same weights.
+
+A language model is held against its own float32 plan; any other module against PyTorch itself.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from metainfer.backends.torch.tensors import to_torch
+from metainfer.compiler.api import compile as compile_plan
+from metainfer.compiler.perplexity import DEFAULT_TEXT, Comparison, compare, walks
+from metainfer.compiler.sources import resolve_model
+from metainfer.hardware.load import load_machine
+from metainfer.hardware.machine import Machine
+from metainfer.ir.dtypes import BlockArray
+from metainfer.ir.errors import CapacityError, CheckpointError, MetainferError
+from metainfer.ir.options import Options
+from metainfer.ir.plan import Plan
+from metainfer.models import MODELS
+from metainfer.models.spec import ModelSpec
+from metainfer.runtime.checkpoint import open_checkpoint
+from metainfer.runtime.load import LoadedModel, load
+from metainfer.runtime.tokenizer import load_tokenizer
+from metainfer.runtime.weights import checkpoint_provider
+
+Show = Callable[[str], None]
+
+# Mean divergence that a plan may have, in nats: one that only rounds otherwise, any other one.
+EXACT_KL, LOSSY_KL = 1e-6, 0.05
+# Greatest error relative to the greatest result, by the activations' type.
+_RELATIVE_ERROR = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
+_WINDOW = 1024  # tokens of one sequence
+
+
+@dataclass(frozen=True)
+class ModuleError:
+    """How far one result of a module is from PyTorch's.
+
+    Attributes:
+        name: of the result.
+        max_error: greatest difference.
+        relative_error: that over the greatest result.
+    """
+
+    name: str
+    max_error: float
+    relative_error: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What verify found.
+
+    Attributes:
+        plan_hash: of the plan.
+        reference: what it was held against.
+        comparisons: for a language model.
+        errors: for a module.
+        tokens: length of the text.
+        limit: greatest mean divergence (or relative error) that passes.
+    """
+
+    plan_hash: str
+    reference: str
+    comparisons: tuple[Comparison, ...]
+    errors: tuple[ModuleError, ...]
+    tokens: int
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is within the limit; a number that is not finite is not."""
+        found = [c.mean_kl for c in self.comparisons] + [e.relative_error for e in self.errors]
+        return all(value <= self.limit for value in found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def verify(
+    plan: Plan,
+    *,
+    model: str | Path | ModelSpec | nn.Module | None = None,
+    weights: str | Path | None = None,
+    text: str | None = None,
+    tokens: int = 256,
+    limit: float | None = None,
+    allow_machine_mismatch: bool = False,
+    num_threads: int = 0,
+    progress: Show = lambda message: None,
+) -> Verification:
+    """Measure a plan's numerics.
+
+    Args:
+        plan: the plan.
+        model: the model again, where the plan cannot name it safely; a plan never makes Python
+            files run.
+        weights: checkpoint, instead of the one that the plan names.
+        text: what a language model reads; a short English text of ours if None.
+        tokens: at most so many of it, 0 for all.
+        limit: greatest mean divergence (language model) or relative error (module) that passes;
+            None takes `EXACT_KL` or `LOSSY_KL`, or what the activations' type allows.
+        allow_machine_mismatch: run although this machine lacks what the plan counts on.
+        num_threads: CPU threads, 0 for all.
+        progress: called with one line as each stage begins.
+
+    Raises: MetainferError if the model cannot be found again; what compile and load raise.
+    """
+    spec = reference_spec(plan, model, weights)
+    options = {"allow_machine_mismatch": allow_machine_mismatch, "num_threads": num_threads}
+    if plan.meta["model"]["kind"] != "causal_lm":
+        if text is not None:
+            raise MetainferError("--text is for language models, the plan is of a module")
+        progress("computing the reference in PyTorch")
+        return _verify_module(plan, spec, weights, limit, options)
+    progress("loading the plan")
+    loaded = load(plan, weights, **options)
+    ids = _tokens(plan, loaded, text, tokens)
+    window = min(len(ids), _WINDOW, loaded.max_context)
+    progress("compiling the float32 reference")
+    reference = compile_reference(plan, spec, window)
+    progress("loading the reference")
+    held = load(reference, weights, **options)
+    found = []
+    for walk in walks(ids, loaded.max_tokens, loaded.max_sequences, window):
+        progress(walk.name)
+        _check_room(loaded, len(walk.steps[-1].sequences), walk.longest)
+        found.append(compare(walk, loaded, held))
+    allowed = default_limit(plan) if limit is None else limit
+    name = f"its float32 plan {reference.hash} on {reference.meta['machine']['name']}"
+    return Verification(plan.hash, name, tuple(found), (), len(ids), allowed)
+
+
+def default_limit(plan: Plan) -> float:
+    """Mean divergence that passes: next to none for a plan that should only round otherwise."""
+    asked = plan.meta["options"]["weights"]
+    strategies = [plan.meta["phases"][p]["strategy"] for p in plan.phases]
+    is_exact = all(
+        s["exact"] and s["activations"] == "f32" and s["kv"] == "f32" for s in strategies
+    )
+    return EXACT_KL if is_exact and asked in ("auto", "keep", "f32") else LOSSY_KL
+
+
+# --- the reference -----------------------------------------------------------------------------
+
+
+def reference_spec(
+    plan: Plan, model: str | Path | ModelSpec | nn.Module | None, weights: str | Path | None
+) -> ModelSpec:
+    """The model of a plan again.
+
+    What a plan names is opened only if that runs no code: a model that comes with metainfer, a
+    Hugging Face folder, a GGUF file.
+
+    Raises: MetainferError asking for the model if the plan cannot name it safely.
+    """
+    if model is not None:
+        return resolve_model(model)
+    meta = plan.meta["model"]
+    for place in (meta["argument"], weights, meta["checkpoint"]):
+        if place in MODELS or (place and _is_data(Path(place))):
+            return resolve_model(str(place))
+        if place == meta["argument"] and place:
+            break
+    named = meta["argument"] or f"the model {meta['name']}"
+    raise MetainferError(
+        f"the reference needs {named}, and a plan makes no Python run",
+        advice=f"name it yourself: --model {meta['argument'] or 'MODEL'}",
+    )
+
+
+def _is_data(path: Path) -> bool:
+    return (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file()
+
+
+def compile_reference(plan: Plan, spec: ModelSpec, context: int) -> Plan:
+    """The float32 plan of the same model: exact kernels, weights dequantized, on a CPU."""
+    capacity = plan.meta["capacity"]
+    planned = Machine.from_dict(dict(plan.meta["machine"]))
+    machine = planned if planned.device(0).kind == "cpu" else load_machine("cpu")
+    options = Options(
+        activations="f32", weights="f32", kv="f32", exact=True,
+        max_tokens=capacity["max_tokens"], max_sequences=capacity["max_sequences"],
+        max_context=context,
+    )  # fmt: skip
+    return compile_plan(spec, machine, options=options)
+
+
+# --- language models ---------------------------------------------------------------------------
+
+
+def _tokens(plan: Plan, model: LoadedModel, text: str | None, most: int) -> list[int]:
+    path = plan.meta["model"]["tokenizer"]
+    if path and Path(path).exists():
+        ids = load_tokenizer(Path(path)).encode(DEFAULT_TEXT if text is None else text)
+    elif text is None:
+        # Without a tokenizer any tokens do: both models read the same ones.
+        rng = np.random.default_rng(0)
+        ids = rng.integers(0, model.vocab_size, most or 256).tolist()
+    else:
+        raise MetainferError(
+            f"there is no tokenizer for {plan.meta['model']['name']}, so no text can be read",
+            advice="leave --text away: random tokens are compared then",
+        )
+    ids = ids[:most] if most else ids
+    if len(ids) < 2:
+        raise MetainferError(
+            "the text has fewer than two tokens", advice="give a longer text, or more --tokens"
+        )
+    return ids
+
+
+def _check_room(model: LoadedModel, sequences: int, longest: int) -> None:
+    needed = sequences * -(-longest // model.page_size) + 1
+    if needed > model.num_pages:
+        raise CapacityError(
+            f"{sequences} sequences of {longest} tokens need {needed} pages, the plan has "
+            f"{model.num_pages}",
+            advice="give fewer --tokens",
+        )
+
+
+# --- modules -----------------------------------------------------------------------------------
+
+
+def _verify_module(
+    plan: Plan,
+    spec: ModelSpec,
+    weights: str | Path | None,
+    limit: float | None,
+    options: Mapping[str, Any],
+) -> Verification:
+    if spec.example_inputs is None:
+        raise MetainferError(f"model {spec.name!r} has no example_inputs to verify it on")
+    module = spec.build().float().eval()
+    path = weights or plan.meta["model"]["checkpoint"]
+    if path:
+        _fill(module, Path(path), plan)
+    loaded = load(plan, path or dict(module.state_dict()), **options)
+    inputs = spec.example_inputs()
+    with torch.no_grad():
+        wanted = _flat(module(*(t.float() if t.is_floating_point() else t for t in inputs)))
+    found = _flat(loaded(*inputs))
+    errors = tuple(
+        _error(f"output{number}", a, b)
+        for number, (a, b) in enumerate(zip(found, wanted, strict=True))
+    )
+    activations = plan.meta["phases"]["call"]["strategy"]["activations"]
+    allowed = _RELATIVE_ERROR[activations] if limit is None else limit
+    return Verification(plan.hash, "PyTorch in float32", (), errors, 0, allowed)
+
+
+def _flat(made: Any) -> tuple[torch.Tensor, ...]:
+    if isinstance(made, torch.Tensor):
+        return (made,)
+    values = made.values() if isinstance(made, Mapping) else made
+    return tuple(value for value in values if isinstance(value, torch.Tensor))
+
+
+def _error(name: str, found: torch.Tensor, wanted: torch.Tensor) -> ModuleError:
+    error = float((found.double() - wanted.double()).abs().max())
+    greatest = float(wanted.double().abs().max())
+    return ModuleError(name, error, error / greatest if greatest else error)
+
+
+def _fill(module: nn.Module, path: Path, plan: Plan) -> None:
+    """Load a module's own tensors from the checkpoint, dequantized."""
+    checkpoint = open_checkpoint(path)
+    try:
+        provide = checkpoint_provider(checkpoint.read, plan.meta["model"]["renames"], {})
+        state = {}
+        for name, tensor in module.state_dict().items():
+            try:
+                held = provide(name)
+            except CheckpointError:
+                if name in plan.constants:
+                    continue  # the module makes it itself
+                raise
+            array = held.dequantize() if isinstance(held, BlockArray) else held
+            state[name] = to_torch(array).to(tensor.dtype).reshape(tensor.shape)
+    finally:
+        checkpoint.close()
+    module.load_state_dict(state, strict=False)
