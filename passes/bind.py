@@ -119,7 +119,7 @@ class Bindings:
         actual = op_def(op.name).complete(op.attr)
         defaults = {spec.name: spec.default for spec in op_def(op.name).attrs}
         for name, value in actual.items():
-            expected = wanted.get(name, defaults[name])
+            expected: PatternAttr = wanted[name] if name in wanted else defaults[name]
             if name in _AXES and op.operands:
                 value = _counted_alike(expected, value, op.operands[0].tensor.rank)
             if not self._bind_attr(expected, value):

@@ -62,6 +62,9 @@ def with_normal_attrs(op: Op) -> Op:
         if name in ("value", "values") and op.name in ("full", "constant"):
             plain = _of_kind(plain, parse_dtype(str(op.attr["dtype"])).kind)
         default = defaults.get(name, None)
+        if name == "dim" and default == -1 and op.operands:
+            # The last dim has two numbers; kernels ask for the default.
+            plain = -1 if plain == op.operands[0].tensor.rank - 1 else plain
         if not (name in defaults and plain == default and type(plain) is type(default)):
             kept[name] = plain
     attrs = attrs_of(kept)

@@ -45,7 +45,7 @@ class _Grower:
     def emit(self, name: str, *operands: Value, **attrs: Attr) -> None:
         """Append an op if it fits."""
         try:
-            self.values.append(self.builder.emit(name, *operands, **attrs))
+            self.values.append(self.builder.emit(name, *operands, source=None, **attrs))
         except MetainferError:
             return
 
