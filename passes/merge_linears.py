@@ -9,6 +9,7 @@ from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Graph, Module, Op, Value, attrs_of
 from metainfer.ir.naming import canonical_names
 from metainfer.ir.ops.record import infer_types
+from metainfer.ir.sharding import propagate
 from metainfer.ir.types import TensorType
 from metainfer.passes.gains import Gain, bytes_of, sizes_text, typical_sizes
 from metainfer.passes.target import Decision, Target
@@ -132,7 +133,7 @@ def _unlike(types: Sequence[TensorType], what: str) -> str:
     if not types:
         return ""
     try:
-        infer_types("concat_rows", types, {})
+        propagate("concat_rows", types, {}, infer_types("concat_rows", types, {}))
     except TypeMismatch as error:
         return error.what
     return ""

@@ -11,8 +11,8 @@ from metainfer.ir.naming import canonical_names
 from metainfer.ir.ops.record import infer_types
 from metainfer.ir.patterns import PatternOp
 from metainfer.ir.rules import Rule, parse_rule
+from metainfer.ir.sharding import propagate
 from metainfer.ir.step import step_value
-from metainfer.ir.types import TensorType, Type
 from metainfer.passes.fold import MAKERS
 from metainfer.passes.gains import Gain, gain_of_change, gain_of_group, sizes_text, typical_sizes
 from metainfer.passes.index import OpIndex, overwritten
@@ -210,7 +210,7 @@ def _replacement(match: Match, index: OpIndex) -> _Replacement | None:
         ops.append(replace(op, source=source))
     for after, before in pairs:
         made = values[after]
-        if not _same_type(made.type, before.type):
+        if made.type != before.type:
             return None
         if made.name != before.name:
             alias.append((before.name, made))
@@ -227,13 +227,14 @@ def _plain_op(
     operands = tuple(_operand(name, values) for name in pattern.operands)
     attrs = {name: match.bound.attr(value) for name, value in pattern.attrs}
     try:
-        types = infer_types(pattern.name, [v.type for v in operands], attrs)
+        given = [v.type for v in operands]
+        types = propagate(pattern.name, given, attrs, infer_types(pattern.name, given, attrs))
     except TypeMismatch:
         return None
     results: list[Value] = []
     for name, type_ in zip(pattern.results, types, strict=True):
         known = wanted.get(name)
-        if known is not None and not _same_type(type_, known.type):
+        if known is not None and type_ != known.type:
             return None
         results.append(known or Value(index.fresh_name(), type_))
         values[name] = results[-1]
@@ -242,13 +243,6 @@ def _plain_op(
 
 def _operand(name: str, values: dict[str, Value]) -> Value:
     return step_value(name[5:]) if name.startswith("step.") else values[name]
-
-
-def _same_type(one: Type, other: Type) -> bool:
-    """Whether types agree, shardings apart: those are kept from before."""
-    if isinstance(one, TensorType) and isinstance(other, TensorType):
-        return (one.shape, one.dtype) == (other.shape, other.dtype)
-    return one == other
 
 
 def _fused(match: Match, pattern: PatternOp, index: OpIndex, source: Source | None) -> Op:
