@@ -10,7 +10,7 @@ from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.check import difference, make_op, run_kernel, run_reference
 from metainfer.backends.torch.records import register
 from metainfer.ir.dtypes import Block, Scalar, parse_dtype, quantize
-from metainfer.ir.graph import Op
+from metainfer.ir.graph import Graph, Op, Value, attrs_of
 from metainfer.ir.interpret import Data
 from metainfer.ir.types import StateType, TensorType, tensor
 
@@ -214,3 +214,38 @@ def attention_case(
     types = [tensor(scalar(dtype), rows, 4, width), type_, *fields]
     q = RNG.uniform(-2, 2, (rows, 4, width)).astype(scalar(dtype).numpy)
     return make_op("attention", types, attrs), [q, state, *step]
+
+
+def fused(
+    kind: str,
+    lead: tuple[int, ...],
+    bias: bool,
+    follows: str,
+    attrs: dict[str, Any],
+    dtype: str = "f32",
+    size: tuple[int, int] = (6, 16),
+) -> tuple[Op, list[Data]]:
+    """A fused group of a linear and one op after it, operands as the rules order them."""
+    rows, columns = size
+    type_ = scalar(dtype)
+    types = [tensor(type_, *lead, columns), tensor(type_, rows, columns)]
+    types += [tensor(type_, rows)] * bias
+    residual = [tensor(type_, *lead, rows)] * (follows == "add")
+    sigils = ["%", "@", "@"] if bias else ["%", "@"]
+    inputs = [Value(f"{s}{i}", t) for i, (s, t) in enumerate(zip(sigils, types, strict=True))]
+    others = [Value("%r", t) for t in residual]
+    product = Value("%p", tensor(type_, *lead, rows))
+    result = Value("%y", product.type)
+    body = Graph(
+        kind,
+        tuple(Value(f"%{v.name[1:]}", v.type) for v in (*inputs, *others)),
+        ops=(
+            Op("linear", tuple(Value(f"%{v.name[1:]}", v.type) for v in inputs), (product,)),
+            Op(follows, (product, *others), (result,), attrs_of(attrs)),
+        ),
+        outputs=(result,),
+    )
+    op = Op("fused", (*inputs, *others), (result,), attrs_of({"kind": kind}), body)
+    values = (*inputs, *others)
+    shapes = [v.tensor.concrete({}) for v in values]
+    return op, [RNG.uniform(-1, 1, s).astype(type_.numpy) for s in shapes]

@@ -131,6 +131,15 @@ def rank_is(operand: int, rank: int) -> Constraint:
     return Constraint(f"operand {operand} has {rank} dims", check)
 
 
+def reduces_something() -> Constraint:
+    """A reduction names a dim: libraries read no dims as all of them."""
+
+    def check(query: Query) -> str | None:
+        return None if query.op.attr.get("dims") else "no dims"
+
+    return Constraint("dims are named", check)
+
+
 def causal_is_square() -> Constraint:
     """Causal attention has as many queries as keys, where all libraries mean the same by it."""
 

@@ -88,7 +88,8 @@ def _rms_norm(call: TorchCall) -> None:
 
 
 def _layer_norm(call: TorchCall) -> None:
-    x, weight, bias = (*call.inputs, None, None)[:3]
+    x, *weights = call.inputs
+    weight, bias = (*weights, None, None)[:2]
     made = functional.layer_norm(x, x.shape[-1:], weight, bias, eps=call.attrs["eps"])
     call.outputs[0].copy_(made)
 

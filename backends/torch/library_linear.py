@@ -75,9 +75,11 @@ def linear_mkldnn(attr: str = "none", algorithm: str = "none") -> Run:
 
 def linear_add_mkldnn(call: TorchCall) -> None:
     """A linear by a weight that mkldnn packed, and the add that follows it."""
-    x, weight, other = call.inputs
+    x, weight, *bias, other = call.inputs
     residual = other.expand(call.outputs[0].shape).reshape(-1, call.outputs[0].shape[-1])
-    made = mkldnn._linear_pointwise.binary(_matrix(x), residual, weight, None, "add")
+    made = mkldnn._linear_pointwise.binary(
+        _matrix(x), residual, weight, bias[0] if bias else None, "add"
+    )
     call.outputs[0].copy_(made.view(call.outputs[0].shape))
 
 

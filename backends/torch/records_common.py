@@ -13,7 +13,12 @@ from metainfer.backends.kernel import (
     operand_count,
 )
 from metainfer.backends.torch.call import TorchBinder
-from metainfer.backends.torch.constraints import all_dtypes, result_dtype, same_dtype
+from metainfer.backends.torch.constraints import (
+    all_dtypes,
+    reduces_something,
+    result_dtype,
+    same_dtype,
+)
 from metainfer.backends.torch.library import FLOATS, IOTA, NORMS, SINGLE, WHERE
 from metainfer.backends.torch.plain import PLAIN
 from metainfer.ir.ops.record import OPS, REDUCTION
@@ -69,7 +74,8 @@ def register_common(kernels: Registry, flavour: Flavour) -> None:
         efficiency = flavour.reduction if OPS[name].has(REDUCTION) else flavour.elementwise
         if name == "matmul":
             efficiency = flavour.matmul
-        adder.add(name, TorchBinder(run), (all_dtypes(*dtypes),), efficiency)
+        extra = (reduces_something(),) if name in ("sum", "mean", "max", "min") else ()
+        adder.add(name, TorchBinder(run), (all_dtypes(*dtypes), *extra), efficiency)
     adder.add("where", TorchBinder(WHERE), (dtype(1, *SINGLE["eq"][1]), same_dtype(1, 2)))
     adder.add("iota", TorchBinder(IOTA), (attr_is("dtype", "i64", "i32", "f32"),))
     index = dtype(1, "i32", "i64")

@@ -83,17 +83,17 @@ def _dense_linears() -> tuple[Kernel, ...]:
             efficiency=SGEMM,
             binder=TorchBinder(library_linear.linear_add),
         ),
-        *(_activation(name) for name in ("relu", "gelu")),
+        _activation("relu"),
+        _activation("gelu", body_attr(1, "approximate", "none")),
     )
 
 
-def _activation(name: str) -> Kernel:
-    exact: tuple[Constraint, ...] = (body_attr(1, "approximate", "none"),) if name == "gelu" else ()
+def _activation(name: str, *extra: Constraint) -> Kernel:
     return Kernel(
-        f"torch.linear_{name}_f32",
-        f"linear_{name}",
+        f"torch.linear_bias_{name}_f32",
+        f"linear_bias_{name}",
         "torch",
-        requires=(CPU, all_dtypes("f32"), operand_count(3), body_is("linear", name), *exact),
+        requires=(CPU, all_dtypes("f32"), operand_count(3), body_is("linear", name), *extra),
         efficiency=SGEMM,
         # On a CPU the epilogue is a second pass over the result, in place.
         launches=2,
@@ -103,57 +103,45 @@ def _activation(name: str) -> Kernel:
 
 
 def _mkldnn() -> tuple[Kernel, ...]:
-    def kernel(
-        name: str, op: str, run: TorchBinder, *extra: Constraint, error: float = 0.0
-    ) -> Kernel:
-        return Kernel(
-            f"torch.{name}",
-            op,
-            "torch",
-            requires=(CPU, BF16, dtype(0, "bf16"), WEIGHT, *extra),
-            layouts={1: "torch.mkldnn_bf16"},
-            efficiency=MKLDNN,
-            launches=2,
-            error=error,
-            binder=run,
-        )
-
     plain = TorchBinder(library_linear.linear_mkldnn())
-    fused = {
-        "relu": ("relu", "none", ()),
-        "gelu": ("gelu", "none", (body_attr(1, "approximate", "none"),)),
-        "silu": ("swish", "none", ()),
-    }
+    wider = format_is(1, "a block format or f32", lambda d: str(d) not in ("bf16", "f64"))
     return (
-        kernel("linear_bf16", "linear", plain, dtype(1, "bf16"), same_dtype(0, 2)),
-        kernel(
-            "linear_dequantized_bf16",
-            "linear",
-            plain,
-            format_is(1, "a block format or f32", lambda d: str(d) not in ("bf16", "f64")),
-            same_dtype(0, 2),
-            error=BF16_STEP,
+        _packed("linear", plain, dtype(1, "bf16"), same_dtype(0, 2)),
+        _packed("linear_dequantized", plain, wider, same_dtype(0, 2), op="linear", error=BF16_STEP),
+        *_packed_fused("add", TorchBinder(library_linear.linear_add_mkldnn)),
+        *_packed_fused("relu", TorchBinder(library_linear.linear_mkldnn("relu"))),
+        *_packed_fused(
+            "gelu",
+            TorchBinder(library_linear.linear_mkldnn("gelu")),
+            body_attr(1, "approximate", "none"),
         ),
-        kernel(
-            "linear_add_bf16",
-            "linear_add",
-            TorchBinder(library_linear.linear_add_mkldnn),
-            all_dtypes("bf16"),
-            operand_count(3),
-            body_is("linear", "add"),
-            body_operands(0, 2),
-        ),
-        *(
-            kernel(
-                f"linear_{name}_bf16",
-                f"linear_{name}",
-                TorchBinder(library_linear.linear_mkldnn(attr, algorithm)),
-                all_dtypes("bf16"),
-                body_is("linear", name),
-                *extra,
-            )
-            for name, (attr, algorithm, extra) in fused.items()
-        ),
+        *_packed_fused("silu", TorchBinder(library_linear.linear_mkldnn("swish"))),
+    )
+
+
+def _packed(
+    name: str, run: TorchBinder, *extra: Constraint, op: str = "", error: float = 0.0
+) -> Kernel:
+    """A product by weights that mkldnn packed in bf16."""
+    return Kernel(
+        f"torch.{name}_bf16",
+        op or name,
+        "torch",
+        requires=(CPU, BF16, dtype(0, "bf16"), WEIGHT, *extra),
+        layouts={1: "torch.mkldnn_bf16"},
+        efficiency=MKLDNN,
+        launches=2,
+        error=error,
+        binder=run,
+    )
+
+
+def _packed_fused(follows: str, run: TorchBinder, *extra: Constraint) -> tuple[Kernel, ...]:
+    """The product and one op after it, without and with a bias."""
+    shared = (all_dtypes("bf16"), body_is("linear", follows), *extra)
+    return (
+        _packed(f"linear_{follows}", run, *shared, body_operands(0, 2)),
+        _packed(f"linear_bias_{follows}", run, *shared, body_operands(0, 3)),
     )
 
 

@@ -101,13 +101,13 @@ def _linears(name: str) -> tuple[Kernel, ...]:
             body_operands(0, 2),
         ),
         kernel(
-            "linear_relu",
+            "linear_bias_relu",
             TorchBinder(library_linear.linear_activation(False)),
             *epilogue,
             body_is("linear", "relu"),
         ),
         kernel(
-            "linear_gelu",
+            "linear_bias_gelu",
             TorchBinder(library_linear.linear_activation(True)),
             *epilogue,
             body_is("linear", "gelu"),
