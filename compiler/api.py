@@ -200,7 +200,7 @@ def _strategies(given: _Input) -> dict[str, Strategy]:
     kv = activations if options.kv == "auto" else options.kv
     base = Strategy(
         "call", activations=activations, weights=options.weights, kv=kv,
-        exact=options.exact or options.activations == "f32",
+        exact=options.exact,
         max_tokens=options.max_tokens, max_sequences=options.max_sequences,
         max_context=_max_context(given), page_size=options.page_size,
     )  # fmt: skip
