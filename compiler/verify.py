@@ -114,7 +114,10 @@ def verify(
     Raises: MetainferError if the model cannot be found again; what compile and load raise.
     """
     spec = reference_spec(plan, model, weights)
-    options = {"allow_machine_mismatch": allow_machine_mismatch, "num_threads": num_threads}
+    options: dict[str, Any] = {
+        "allow_machine_mismatch": allow_machine_mismatch,
+        "num_threads": num_threads,
+    }
     if plan.meta["model"]["kind"] != "causal_lm":
         if text is not None:
             raise MetainferError("--text is for language models, the plan is of a module")

@@ -205,9 +205,7 @@ def random_inputs(model: LoadedModel, env: Mapping[str, int], seed: int = 0) -> 
     for value in model.executor("call").flat.inputs:
         shape = tuple(size.evaluate(env) for size in value.tensor.shape)
         dtype = value.tensor.dtype
-        if isinstance(dtype, Scalar) and dtype.is_float:
-            array = rng.standard_normal(shape).astype(np.float32)
-        else:
-            array = rng.integers(0, 2, shape)
-        tensors.append(torch.from_numpy(array))
+        is_float = isinstance(dtype, Scalar) and dtype.is_float
+        numbers = rng.standard_normal(shape) if is_float else rng.integers(0, 2, shape)
+        tensors.append(torch.from_numpy(numbers.astype(np.float32 if is_float else np.int64)))
     return tensors

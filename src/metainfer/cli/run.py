@@ -1,6 +1,7 @@
 """`metainfer run`: a plan answers a prompt, or computes arrays from arrays."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from metainfer.runtime.requests import Completion
     from metainfer.runtime.sampling import SamplingParams
 
+_LONGEST = 256  # tokens of an answer, unless told otherwise
+
 
 def run(
     plan: PlanPath,
@@ -28,7 +31,9 @@ def run(
         typer.Option("--chat/--raw", help="as a chat message, if the model has a template"),
     ] = None,
     system: Annotated[str | None, typer.Option(help="system message of the chat")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="longest answer; 256 or what fits if not given")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
     top_p: Annotated[float, typer.Option(help="likeliest tokens up to this probability")] = 1.0,
     top_k: Annotated[int, typer.Option(help="so many likeliest tokens, 0 for all")] = 0,
@@ -66,8 +71,9 @@ def run(
     from metainfer.runtime.sampling import SamplingParams
 
     params = SamplingParams(
-        temperature, top_p, top_k, min_p, seed, max_new_tokens, tuple(stop or ())
-    )
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+        max_tokens=max_new_tokens or _LONGEST, stop=tuple(stop or ()),
+    )  # fmt: skip
     with progress(f"loading {plan}"):
         from metainfer.runtime.load import load
 
@@ -91,7 +97,11 @@ def run(
         )
     tracer = _tracer(model, trace)
     engine = model.engine() if tracer is None else _engine(tracer, model)
-    completion = _answer(engine, text, chat, system, params, stream=not as_json)
+    ids = _encode(engine, text, chat, system)
+    if max_new_tokens is None:
+        room = engine.capacity.context - len(ids) + 1
+        params = replace(params, max_tokens=min(_LONGEST, max(room, 1)))
+    completion = _answer(engine, ids, params, stream=not as_json)
     if as_json:
         print_json(_plain(completion))
     else:
@@ -134,11 +144,8 @@ def _engine(tracer: "TracingRunner", model: "LoadedModel") -> "Engine":
     return Engine(tracer, model.engine().tokenizer)
 
 
-def _answer(
-    engine: "Engine", text: str, chat: bool | None, system: str | None,
-    params: "SamplingParams", *, stream: bool,
-) -> "Completion":  # fmt: skip
-    """Answer, printing pieces as they come if wanted."""
+def _encode(engine: "Engine", text: str, chat: bool | None, system: str | None) -> list[int]:
+    """Tokens of the prompt, as a chat message or as it stands."""
     if engine.tokenizer is None:
         raise MetainferError(
             "there is no tokenizer for the plan's model",
@@ -148,13 +155,20 @@ def _answer(
     as_chat = has_template if chat is None else chat
     if system is not None and not as_chat:
         raise MetainferError("--system needs a chat, this is raw text", advice="give --chat")
-    if as_chat:
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        pieces = engine.stream_chat([*messages, {"role": "user", "content": text}], params)
-    else:
-        pieces = engine.stream(text, params)
+    if not as_chat:
+        return engine.tokenizer.encode(text)
+    from metainfer.runtime.chat import encode_chat
+
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return encode_chat(engine.tokenizer, [*messages, {"role": "user", "content": text}])
+
+
+def _answer(
+    engine: "Engine", ids: list[int], params: "SamplingParams", *, stream: bool
+) -> "Completion":
+    """Answer, printing pieces as they come if wanted."""
     last = None
-    for piece in pieces:
+    for piece in engine.stream(ids, params):
         if stream and piece.text:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
