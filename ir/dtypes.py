@@ -278,11 +278,12 @@ def quantize(values: np.ndarray, format: Block) -> BlockArray:
     step of its code (of the smallest scale, where a block is tinier than that).
 
     Shapes: values [*shape] -> codes [*shape], scales [*format.scale_shape(shape)].
-    Raises: TypeMismatch if a value is not finite or beyond the format, or if the format is one that
-        cannot be rounded to (unsigned codes without an offset, say).
+    Raises: TypeMismatch if a value is not finite or beyond the format, if there are fewer dims than
+        the block has, or if one cannot round to the format (unsigned codes without an offset).
     """
     _check_roundable(format)
     x = np.asarray(values, dtype=np.float32)
+    format.scale_shape(x.shape)
     blocks = _blocks(x, format)
     low, high = blocks.min(axis=-1, initial=np.inf), blocks.max(axis=-1, initial=-np.inf)
     if x.size and not (np.isfinite(low).all() and np.isfinite(high).all()):

@@ -11,6 +11,7 @@ from metainfer.ir.graph import Attr
 from metainfer.ir.ops import shard_rules
 from metainfer.ir.ops.infer import (
     axis_of,
+    floats_of,
     integers_of,
     ints_of,
     scalar_of,
@@ -178,7 +179,7 @@ def gather(x: Array, index: Array) -> Array:
 
 
 def _infer_embedding(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
-    index, table = integers_of(types[0], "row numbers"), tensor_of(types[1])
+    index, table = integers_of(types[0], "row numbers"), floats_of(types[1], "a table")
     if table.rank != 2:
         raise TypeMismatch(f"embedding of {index} in {table}: wanted a table [V, D]")
     return (TensorType((*index.shape, table.shape[1]), scalar_of(attrs["dtype"])),)
