@@ -22,7 +22,7 @@ def random_block_array(
     return BlockArray(block, codes, sides[0], sides[1] if block.offset else None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     name=st.sampled_from(layouts.LAYOUTS),
     n=st.integers(1, 70),

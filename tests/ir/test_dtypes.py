@@ -137,7 +137,7 @@ def matrices(draw: st.DrawFn) -> np.ndarray:
 
 
 @pytest.mark.parametrize("text", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(x=matrices())
 def test_no_value_is_off_by_more_than_half_a_step(text: str, x: np.ndarray) -> None:
     format = block(text)

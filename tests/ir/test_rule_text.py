@@ -259,7 +259,7 @@ def _makes_no_group(pattern: Pattern) -> bool:
     return all(op.name != "fused" for op in pattern.ops)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 @given(rules())
 def test_a_rule_is_read_back_equal(rule: Rule) -> None:
     text = print_rule(rule)

@@ -233,7 +233,7 @@ PIECES = st.sampled_from([*string.punctuation, "\n", " ", *WORDS.split(" ")])
 
 
 @pytest.mark.parametrize(("parse", "text"), STARTS)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_mutated_text_parses_or_is_refused(parse: Parse, text: str, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
@@ -253,7 +253,7 @@ def test_shuffled_words_parse_or_are_refused(parse: Parse, text: str, data: st.D
     _parses_or_points(parse, " ".join(words))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 @given(strategies.graphs(), st.data())
 def test_a_cut_text_is_refused(graph: Graph, data: st.DataObject) -> None:
     text = print_graph(graph).rstrip()

@@ -17,7 +17,6 @@ from metainfer.ir.types import Type, tensor
 
 SLOW = settings(
     deadline=None,
-    max_examples=25,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

@@ -53,7 +53,7 @@ def test_functions_are_the_custom_ops_and_keep_their_docstring(name: str) -> Non
     assert "Shapes:" in (function.__doc__ or "")
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None)
 @given(
     tokens=st.integers(1, 6),
     heads=st.integers(1, 3),
@@ -95,7 +95,7 @@ def test_norm_and_gates_are_the_references(name: str, attrs: dict[str, Any]) -> 
     np.testing.assert_allclose(got, reference(name, x.numpy(), y.numpy(), **attrs), atol=1e-6)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None)
 @given(
     tokens=st.integers(1, 9),
     groups=st.integers(1, 3),

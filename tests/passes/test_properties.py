@@ -13,7 +13,7 @@ from metainfer.passes.canonicalize import canonicalize
 
 
 @given(typed_modules())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 def test_canonicalize_is_idempotent_and_keeps_numbers(module: Module) -> None:
     verify_module(module)
     once = canonicalize(module, target_for())
@@ -26,7 +26,7 @@ def test_canonicalize_is_idempotent_and_keeps_numbers(module: Module) -> None:
 
 @pytest.mark.parametrize("name", [n for n in PASSES if n != "canonicalize"])
 @given(module=typed_modules())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None)
 def test_a_pass_keeps_numbers(name: str, module: Module) -> None:
     after = PASSES[name](module, target_for())
     verify_module(after)
@@ -34,7 +34,7 @@ def test_a_pass_keeps_numbers(name: str, module: Module) -> None:
 
 
 @given(typed_modules())
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 def test_all_passes_in_order_keep_numbers(module: Module) -> None:
     after = module
     for name in PASSES:

@@ -98,9 +98,7 @@ def test_blocks_equal_the_gguf_package_bit_for_bit(path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-@settings(
-    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), rows=st.integers(1, 5), blocks=st.integers(1, 4))
 def test_quantized_by_the_gguf_package(
     tmp_path: Path, kind: str, seed: int, rows: int, blocks: int
@@ -160,9 +158,7 @@ def test_metadata_is_plain_python(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16", *TYPES])
-@settings(
-    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_slice_is_the_slice_of_the_whole(
     checkpoint: Checkpoint, name: str, data: st.DataObject
@@ -256,9 +252,7 @@ def read_all(path: Path) -> None:
         return
 
 
-@settings(
-    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_reads_or_raises_a_checkpoint_error(
     path: Path, tmp_path: Path, data: st.DataObject

@@ -205,9 +205,7 @@ def test_a_file_cut_short_in_its_header(path: Path, tmp_path: Path) -> None:
         open_checkpoint(cut)
 
 
-@settings(
-    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_reads_or_raises_a_checkpoint_error(
     path: Path, tmp_path: Path, data: st.DataObject

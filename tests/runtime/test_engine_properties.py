@@ -122,7 +122,7 @@ def play(mix: Mix) -> Played:
     return Played(runner, engine, [requests[i] for i in sorted(requests)], tokens_at, first_step)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(mixes(leaves=st.none()))
 def test_batching_and_chunking_change_no_answer(mix: Mix) -> None:
     played = play(mix)
@@ -140,7 +140,7 @@ def test_batching_and_chunking_change_no_answer(mix: Mix) -> None:
     assert counters.prefill_steps + counters.decode_steps == len(played.runner.log)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(mixes(leaves=st.none()))
 def test_nobody_starves(mix: Mix) -> None:
     played = play(mix)
@@ -157,7 +157,7 @@ def test_nobody_starves(mix: Mix) -> None:
     assert began == sorted(began)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(mixes(leaves=st.none() | st.integers(0, 25)))
 def test_dropped_requests_disturb_nobody(mix: Mix) -> None:
     played = play(mix)

@@ -60,7 +60,7 @@ class Fixed(np.random.Generator):
         return next(self.numbers)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None)
 @given(row=LOGITS, params=DRAWING)
 def test_a_sweep_of_random_numbers_gives_the_reference_distribution(
     row: list[float], params: SamplingParams
@@ -89,7 +89,7 @@ def test_the_ends_of_the_range_stay_in_the_support(
     assert reference(logits[0], params)[chosen] > 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 @given(data=st.data(), width=st.integers(2, 40))
 def test_a_row_does_not_depend_on_the_batch(data: st.DataObject, width: int) -> None:
     greedy = st.builds(SamplingParams, seed=st.integers(0, 99))
@@ -217,7 +217,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text[:at], stop
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None)
 @given(data=st.data(), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_streamed_stops_equal_a_search_of_the_whole(data: st.DataObject, stops: list[str]) -> None:
     pieces = data.draw(st.lists(st.text("abc", max_size=4), max_size=8))

@@ -147,7 +147,7 @@ def test_smollm2_ids_are_those_of_plain_bpe(text: str) -> None:
     assert smollm2().encode(text) == plain_bpe(text)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 @given(text=st.text("abc XYZ.,'\n\t12é你🙂-", max_size=30))
 def test_smollm2_ids_of_any_text(text: str) -> None:
     assert smollm2().encode(text) == plain_bpe(text)
@@ -186,7 +186,7 @@ def plain_spm(text: str, metadata: dict[str, object]) -> list[str]:
         symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None)
 @given(words=st.lists(st.sampled_from("the cat sat on a mat hello worl therehe , é".split())))
 def test_sentencepiece_merges_by_score(words: list[str]) -> None:
     text = " ".join(["the", *words])
@@ -233,7 +233,7 @@ def test_pre_tokenizers_cut_where_their_models_do(pre: str, pieces: list[str]) -
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 @given(text=st.text("hello w123 é你🙂'\n", max_size=20))
 def test_round_trip_of_every_pre_tokenizer(pre: str, text: str) -> None:
     tokenizer = gguf_tokenizer(bpe_metadata(pre))
@@ -327,7 +327,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True) -> list[s
 
 
 @pytest.mark.parametrize("load", [smollm2, spm, minilm])
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_join_to_the_whole(
     load: Callable[[], Tokenizer], data: st.DataObject, skip: bool

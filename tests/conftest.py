@@ -1,0 +1,13 @@
+"""Hypothesis profiles: few fixed examples on every change, many random ones by night.
+
+    pytest --hypothesis-profile=night
+"""
+
+from hypothesis import HealthCheck, settings
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile(
+    "change", derandomize=True, max_examples=20, deadline=None, suppress_health_check=_SLOW
+)
+settings.register_profile("night", max_examples=1000, deadline=None, suppress_health_check=_SLOW)
+settings.load_profile("change")
