@@ -1,151 +1,24 @@
 """Propagation of shardings: what each op makes of how its operands lie over the mesh.
 
-Every op carries a rule in named dims, one term per operand, then one per result::
-
-    ... K+, N K+, N -> ... N        linear
-    T! H D!, {H D!}, ... -> ...     attention; braces stand for every field of a state
-
-- Dims of the same name are sharded alike; a dim of size 1 may stay whole, it broadcasts.
-- ``...`` stands for all leading dims, named from the right, so that they align by broadcasting.
-- ``D!`` must be whole. So must a dim that the results lack, unless it is contracted:
-- ``K+`` is contracted: where it is sharded, the results are pending sums ("partial").
-- ``; sums 0 | 1 2`` names the operands that let a pending sum through: operand 0 alone, or 1 and
-  2 together; ``sums all`` needs every operand pending over the same axis.
-- ``...=`` is short for an elementwise op of any number of operands, ``...=+`` adds ``; sums all``.
-- A rule of the form ``partial => dim`` is a collective over the axis named by the attribute
-  ``axis``: ``partial``, ``whole``, or the attribute that holds the number of the sharded dim.
-- No rule at all lets only whole operands through.
-
-Axes of the mesh are looked at one by one; they do not interact.
+Every op carries a rule (`ir.shard_rule`). Axes of the mesh are looked at one by one; they do not
+interact, but that of several axes which shard one dim only the innermost may change alone. A state
+carries the shardings of its fields. A missing collective is a type error.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from metainfer.ir.dims import Dim, dim
 from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr, Op
-from metainfer.ir.ops.record import VIEW, OpDef, op_def
+from metainfer.ir.ops.record import COLLECTIVE, VIEW, OpDef, op_def
+from metainfer.ir.shard_rule import NamedDim, Rule, parse_rule
 from metainfer.ir.types import PARTIAL, Mesh, Sharding, StateType, TensorType, Type
 
 WHOLE = "whole"
-_DIM = re.compile(r"(?P<name>\w+)(?P<mark>[!+]?)")
 _COLLECTIVE = re.compile(r"(?P<source>\w+) => (?P<target>\w+)")
-
-
-@dataclass(frozen=True)
-class NamedDim:
-    """One dim of a term.
-
-    Attributes:
-        name: dims of equal names are sharded alike.
-        whole: never sharded ("!").
-        contracted: summed over ("+").
-    """
-
-    name: str
-    whole: bool = False
-    contracted: bool = False
-
-
-@dataclass(frozen=True)
-class Term:
-    """The dims of one operand or result.
-
-    Attributes:
-        dims: the trailing dims that have names.
-        leading: whether any number of dims comes before them ("...").
-    """
-
-    dims: tuple[NamedDim, ...]
-    leading: bool = False
-
-    def labels(self, rank: int) -> tuple[NamedDim, ...]:
-        """A name for each dim of a tensor.
-
-        Raises: ValueError if the rank does not fit, a fault of the rule.
-        """
-        extra = rank - len(self.dims)
-        if extra < 0 or (extra and not self.leading):
-            raise ValueError(f"a term of {len(self.dims)} dims for a tensor of rank {rank}")
-        return (*(NamedDim(f"...{extra - i}") for i in range(extra)), *self.dims)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A parsed rule.
-
-    Attributes:
-        text: as written.
-        operands: one term per operand; trailing optional operands may be absent.
-        results: one term per result.
-        sums: sets of operands through which a pending sum passes.
-        sums_all: whether it passes through all operands together.
-        elementwise: whether the terms are "..." for any number of operands.
-    """
-
-    text: str
-    operands: tuple[Term, ...] = ()
-    results: tuple[Term, ...] = ()
-    sums: tuple[frozenset[int], ...] = ()
-    sums_all: bool = False
-    elementwise: bool = False
-
-    def operand(self, index: int) -> Term:
-        """Term of an operand."""
-        return Term((), leading=True) if self.elementwise else self.operands[index]
-
-    def result(self, index: int) -> Term:
-        """Term of a result."""
-        return Term((), leading=True) if self.elementwise else self.results[index]
-
-    def passes(self, pending: frozenset[int], count: int) -> bool:
-        """Whether sums pending in exactly these of ``count`` operands pass through."""
-        return pending in self.sums or (self.sums_all and len(pending) == count)
-
-
-@lru_cache(maxsize=1024)
-def parse_rule(text: str) -> Rule:
-    """Read a rule.
-
-    Raises: ValueError if it is malformed, a fault of the op's record.
-    """
-    if text in ("...=", "...=+"):
-        return Rule(text, sums_all=text.endswith("+"), elementwise=True)
-    body, _, sums = text.partition(";")
-    elementwise = body.strip() == "...="
-    if not elementwise and body.count("->") != 1:
-        raise ValueError(f"malformed sharding rule {text!r}")
-    left, _, right = body.partition("->")
-    operands = () if elementwise else tuple(_term(t, text) for t in _listed(left))
-    results = () if elementwise else tuple(_term(t, text) for t in _listed(right))
-    words = sums.split()
-    if words and words[0] != "sums":
-        raise ValueError(f"malformed sharding rule {text!r}")
-    if words[1:] == ["all"]:
-        return Rule(text, operands, results, sums_all=True, elementwise=elementwise)
-    groups = " ".join(words[1:]).split("|") if words else []
-    passing = tuple(frozenset(int(n) for n in group.split()) for group in groups)
-    return Rule(text, operands, results, passing, elementwise=elementwise)
-
-
-def _listed(side: str) -> list[str]:
-    return side.split(",") if side.strip() else []
-
-
-def _term(text: str, whole: str) -> Term:
-    words = text.strip().removeprefix("{").removesuffix("}").split()
-    leading = words[:1] == ["..."]
-    dims = []
-    for word in words[1:] if leading else words:
-        match = _DIM.fullmatch(word)
-        if match is None:
-            raise ValueError(f"malformed dim {word!r} in the sharding rule {whole!r}")
-        dims.append(NamedDim(match["name"], match["mark"] == "!", match["mark"] == "+"))
-    return Term(tuple(dims), leading)
 
 
 @dataclass(frozen=True)
@@ -192,9 +65,9 @@ def propagate(
 
     Raises: TypeMismatch naming the op, the operand, the axis and the rule.
     """
-    if not _is_sharded(operands):
-        return tuple(_with_sharding(r, {}) if _is_sharded([r]) else r for r in results)
     record = op_def(name)
+    if not _is_sharded(operands) and not record.has(COLLECTIVE):
+        return tuple(_with_sharding(r, {}) if _is_sharded([r]) else r for r in results)
     complete = record.complete(attrs)
     rule_text = record.shard_rule(operands, complete)
     collective = _COLLECTIVE.fullmatch(rule_text)
@@ -215,7 +88,7 @@ def check_sharding(op: Op, mesh: Mesh | None = None) -> None:
     """
     types = [v.type for v in op.operands]
     declared = [v.type for v in op.results]
-    if not _is_sharded(types) and not _is_sharded(declared):
+    if not _is_sharded((*types, *declared)) and not op_def(op.name).has(COLLECTIVE):
         return
     for value, wanted in zip(
         op.results, propagate(op.name, types, op.attr, declared, mesh), strict=True
@@ -522,13 +395,9 @@ def local_attrs(
 
 
 __all__ = [
-    "NamedDim",
-    "Rule",
-    "Term",
     "check_divides",
     "check_sharding",
     "local_attrs",
     "local_type",
-    "parse_rule",
     "propagate",
 ]

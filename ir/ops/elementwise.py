@@ -7,6 +7,7 @@ import numpy as np
 
 from metainfer.ir.dtypes import BOOL
 from metainfer.ir.errors import TypeMismatch
+from metainfer.ir.ops import shard_rules
 from metainfer.ir.ops.infer import (
     broadcast_shapes,
     comparison,
@@ -16,7 +17,7 @@ from metainfer.ir.ops.infer import (
     scalar_of,
     tensor_of,
 )
-from metainfer.ir.ops.record import ELEMENTWISE, Array, Attrs, Count, op
+from metainfer.ir.ops.record import ELEMENTWISE, Array, Attrs, Count, ShardRule, op
 from metainfer.ir.types import TensorType, Type
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -89,7 +90,7 @@ def _binary(
     name: str,
     function: Callable[[Array, Array], Array],
     *,
-    shard: str = "...=",
+    shard: str | ShardRule = "...=",
     bools: bool = False,
 ) -> None:
     def reference(x: Array, y: Array) -> Array:
@@ -108,7 +109,7 @@ def _divide(x: Array, y: Array) -> Array:
 _binary("add", np.add, shard="...=+", bools=True)
 _binary("sub", np.subtract, shard="...=+")
 _binary("mul", np.multiply, shard="...= ; sums 0 | 1", bools=True)
-_binary("div", _divide, shard="...= ; sums 0")
+_binary("div", _divide, shard=shard_rules.divide)
 _binary("floor_div", np.floor_divide)
 _binary("remainder", np.remainder)
 _binary("pow", np.power)

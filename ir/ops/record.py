@@ -121,8 +121,8 @@ class OpDef:
         reference: numpy function: float32 arrays (and integer arrays) in and out.
         flops: floating-point operations at concrete sizes.
         bytes: compulsory memory traffic at concrete sizes.
-        shard: sharding rule in named dims (see `ir.sharding`), or what makes one from operand types
-            and complete attributes.
+        shard: sharding rule (see `ir.shard_rule`), or what makes one from operand types and
+            complete attributes.
         traits: properties that passes ask for.
     """
 

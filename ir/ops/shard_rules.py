@@ -1,13 +1,13 @@
 """Sharding rules that depend on ranks and attributes: functions that write the rule's text.
 
-The notation is that of `ir.sharding`. Each function gets operand types and complete attributes.
+The notation is that of `ir.shard_rule`. Each function gets operand types and complete attributes.
 """
 
 from collections.abc import Collection, Sequence
 from typing import cast
 
 from metainfer.ir.dims import Dim, dim, same_product
-from metainfer.ir.dtypes import Block, parse_dtype
+from metainfer.ir.dtypes import BOOL, Block, parse_dtype
 from metainfer.ir.ops.infer import axis_of, ints_of, sizes_of, tensor_of
 from metainfer.ir.ops.record import Attrs, ShardRule
 from metainfer.ir.types import Type
@@ -39,16 +39,23 @@ def reduced(mark: str, *, sums: str = "", key: str = "dims") -> ShardRule:
     """Dims named by an attribute vanish or become 1; ``mark`` is "+" for sums, "!" for others."""
 
     def rule(types: Sequence[Type], attrs: Attrs) -> str:
-        rank = tensor_of(types[0]).rank
-        value = attrs[key]
+        x = tensor_of(types[0])
+        rank, value = x.rank, attrs[key]
         axes = {axis_of(a, rank) for a in (value if isinstance(value, tuple) else (value,))}
-        names = [f"d{i}{mark}" if i in axes else f"d{i}" for i in range(rank)]
+        # Truth values are joined by or, which no pending sum stands for.
+        vanishing = "!" if x.dtype == BOOL else mark
+        names = [f"d{i}{vanishing}" if i in axes else f"d{i}" for i in range(rank)]
         kept = [f"one{i}!" if i in axes else f"d{i}" for i in range(rank)]
         if not attrs.get("keep", False):
             kept = [name for i, name in enumerate(kept) if i not in axes]
         return _rule([names], kept, sums)
 
     return rule
+
+
+def divide(types: Sequence[Type], attrs: Attrs) -> str:
+    """Quotients of floats are linear in the first operand; those of integers are rounded."""
+    return "...= ; sums 0" if tensor_of(types[0]).dtype.is_float else "...="
 
 
 def linear(types: Sequence[Type], attrs: Attrs) -> str:
