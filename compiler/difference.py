@@ -155,7 +155,8 @@ def _step_rows(first: Plan, second: Plan, phase: str) -> Iterator[Row]:
 
 def _steps(plan: Plan, phase: str) -> dict[str, Mapping[str, Any]]:
     rows: Sequence[Mapping[str, Any]] = _phase(plan, phase).get("predicted", ())
-    return {" ".join(f"{k}={v}" for k, v in r["sizes"].items()): r for r in rows}
+    # NOTE: a plan that was read has its keys sorted, one just compiled has not.
+    return {" ".join(f"{k}={v}" for k, v in sorted(r["sizes"].items())): r for r in rows}
 
 
 def _step_text(row: Mapping[str, Any] | None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from metainfer.ir.errors import PlanError
 from metainfer.ir.plan import Plan
+from metainfer.ir.strategy import PHASES
 
 _SELECT = "select "
 
@@ -156,9 +157,15 @@ def explain(plan: Plan, phase: str = "", group: str = "") -> Explanation:
     return Explanation(plan.hash, found, notes_of(plan, phases), plan.meta["capacity"])
 
 
+def ordered_phases(plan: Plan) -> tuple[str, ...]:
+    """Phases in the order in which a model goes through them, also of a plan that was read."""
+    known = {name: number for number, name in enumerate(PHASES)}
+    return tuple(sorted(plan.phases, key=lambda name: known.get(name, len(known))))
+
+
 def _phases(plan: Plan, phase: str) -> tuple[str, ...]:
     if not phase:
-        return plan.phases
+        return ordered_phases(plan)
     if phase not in plan.phases:
         raise PlanError(
             f"the plan has no phase {phase!r}", advice=f"it has: {', '.join(plan.phases)}"
@@ -341,7 +348,7 @@ def summarize(plan: Plan) -> Summary:
     """Sum a plan up."""
     meta = plan.meta
     machine = meta["machine"]
-    first = meta["phases"][plan.phases[0]]["strategy"]
+    first = meta["phases"][ordered_phases(plan)[0]]["strategy"]
     formats = {"activations": first["activations"], "weights": _weight_formats(plan)}
     if meta["model"]["kind"] == "causal_lm":
         formats["kv"] = first["kv"]
@@ -352,7 +359,7 @@ def summarize(plan: Plan) -> Summary:
         machine=machine["name"],
         devices=_devices(machine),
         formats=formats,
-        phases=tuple(_phase_summary(plan, phase) for phase in plan.phases),
+        phases=tuple(_phase_summary(plan, phase) for phase in ordered_phases(plan)),
         memory=meta["capacity"],
         timings=meta["timings"],
     )
@@ -367,7 +374,7 @@ def _devices(machine: Mapping[str, Any]) -> str:
 
 def _weight_formats(plan: Plan) -> str:
     """Formats of the weights that linears and embeddings read, with the number of tensors."""
-    phase = plan.phases[0]
+    phase = ordered_phases(plan)[0]
     module = plan.module(phase)
     calls = calls_by_graph(plan, phase)
     counts: dict[str, int] = {}

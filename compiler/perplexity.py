@@ -29,7 +29,7 @@ Then she checked her sums: 24 hours make 2,880 turns of the lamp; an hour lost i
 question was who would count them. In the end she decided that the sea would, as it always had.
 """
 
-_REPEATS = 4  # of a large step, each for other rows
+_REPEATS = 2  # of a large step, each for other rows
 
 
 @dataclass(frozen=True)

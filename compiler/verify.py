@@ -14,6 +14,7 @@ from torch import nn
 
 from metainfer.backends.torch.tensors import to_torch
 from metainfer.compiler.api import compile as compile_plan
+from metainfer.compiler.interpreted import tiny_error
 from metainfer.compiler.perplexity import DEFAULT_TEXT, Comparison, compare, walks
 from metainfer.compiler.sources import resolve_model
 from metainfer.hardware.load import load_machine
@@ -31,26 +32,30 @@ from metainfer.runtime.weights import checkpoint_provider
 
 Show = Callable[[str], None]
 
-# Mean divergence that a plan may have, in nats: one that only rounds otherwise, any other one.
-EXACT_KL, LOSSY_KL = 1e-6, 0.05
+# Mean divergence that a plan may have, in nats: one that only rounds otherwise, one whose kernels
+# round activations too, one whose weights were quantized to four bits.
+EXACT_KL, LOSSY_KL, INT4_KL = 1e-6, 0.05, 0.2
 # Greatest error relative to the greatest result, by the activations' type.
 _RELATIVE_ERROR = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
+_LOSSY_ERROR = 0.05  # kernels that round activations to eight bits, through a whole model
 _WINDOW = 1024  # tokens of one sequence
 
 
 @dataclass(frozen=True)
-class ModuleError:
-    """How far one result of a module is from PyTorch's.
+class ResultError:
+    """How far a result is from its reference.
 
     Attributes:
         name: of the result.
         max_error: greatest difference.
         relative_error: that over the greatest result.
+        limit: greatest relative error that passes.
     """
 
     name: str
     max_error: float
     relative_error: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -60,24 +65,24 @@ class Verification:
     Attributes:
         plan_hash: of the plan.
         reference: what it was held against.
-        comparisons: for a language model.
-        errors: for a module.
+        comparisons: for a language model: its distributions on a text.
+        errors: results of a module; of a language model's tiny form, against the interpreter.
         tokens: length of the text.
-        limit: greatest mean divergence (or relative error) that passes.
+        limit: greatest mean divergence that passes.
     """
 
     plan_hash: str
     reference: str
     comparisons: tuple[Comparison, ...]
-    errors: tuple[ModuleError, ...]
+    errors: tuple[ResultError, ...]
     tokens: int
     limit: float
 
     @property
     def passed(self) -> bool:
         """Whether everything is within the limit; a number that is not finite is not."""
-        found = [c.mean_kl for c in self.comparisons] + [e.relative_error for e in self.errors]
-        return all(value <= self.limit for value in found)
+        near = all(c.mean_kl <= self.limit for c in self.comparisons)
+        return near and all(e.relative_error <= e.limit for e in self.errors)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -106,7 +111,7 @@ def verify(
         text: what a language model reads; a short English text of ours if None.
         tokens: at most so many of it, 0 for all.
         limit: greatest mean divergence (language model) or relative error (module) that passes;
-            None takes `EXACT_KL` or `LOSSY_KL`, or what the activations' type allows.
+            None takes `default_limit`, or what the activations' type allows.
         allow_machine_mismatch: run although this machine lacks what the plan counts on.
         num_threads: CPU threads, 0 for all.
         progress: called with one line as each stage begins.
@@ -137,13 +142,17 @@ def verify(
         _check_room(loaded, len(walk.steps[-1].sequences), walk.longest)
         found.append(compare(walk, loaded, held))
     allowed = default_limit(plan) if limit is None else limit
+    progress("interpreting the tiny form")
+    errors = _tiny_errors(plan, spec)
     name = f"its float32 plan {reference.hash} on {reference.meta['machine']['name']}"
-    return Verification(plan.hash, name, tuple(found), (), len(ids), allowed)
+    return Verification(plan.hash, name, tuple(found), errors, len(ids), allowed)
 
 
 def default_limit(plan: Plan) -> float:
     """Mean divergence that passes: next to none for a plan that should only round otherwise."""
     asked = plan.meta["options"]["weights"]
+    if asked == "int4":
+        return INT4_KL
     strategies = [plan.meta["phases"][p]["strategy"] for p in plan.phases]
     is_exact = all(
         s["exact"] and s["activations"] == "f32" and s["kv"] == "f32" for s in strategies
@@ -199,6 +208,16 @@ def compile_reference(plan: Plan, spec: ModelSpec, context: int) -> Plan:
 # --- language models ---------------------------------------------------------------------------
 
 
+def _tiny_errors(plan: Plan, spec: ModelSpec) -> tuple[ResultError, ...]:
+    if spec.tiny is None:
+        return ()
+    error, relative = tiny_error(plan, spec)
+    activations = plan.meta["phases"]["decode"]["strategy"]["activations"]
+    is_lossy = default_limit(plan) != EXACT_KL
+    limit = _LOSSY_ERROR if is_lossy else _RELATIVE_ERROR[activations]
+    return (ResultError("tiny form against the interpreter", error, relative, limit),)
+
+
 def _tokens(plan: Plan, model: LoadedModel, text: str | None, most: int) -> list[int]:
     path = plan.meta["model"]["tokenizer"]
     if path and Path(path).exists():
@@ -251,12 +270,12 @@ def _verify_module(
     with torch.no_grad():
         wanted = _flat(module(*(t.float() if t.is_floating_point() else t for t in inputs)))
     found = _flat(loaded(*inputs))
-    errors = tuple(
-        _error(f"output{number}", a, b)
-        for number, (a, b) in enumerate(zip(found, wanted, strict=True))
-    )
     activations = plan.meta["phases"]["call"]["strategy"]["activations"]
     allowed = _RELATIVE_ERROR[activations] if limit is None else limit
+    errors = tuple(
+        _error(f"output{number}", a, b, allowed)
+        for number, (a, b) in enumerate(zip(found, wanted, strict=True))
+    )
     return Verification(plan.hash, "PyTorch in float32", (), errors, 0, allowed)
 
 
@@ -267,10 +286,10 @@ def _flat(made: Any) -> tuple[torch.Tensor, ...]:
     return tuple(value for value in values if isinstance(value, torch.Tensor))
 
 
-def _error(name: str, found: torch.Tensor, wanted: torch.Tensor) -> ModuleError:
+def _error(name: str, found: torch.Tensor, wanted: torch.Tensor, limit: float) -> ResultError:
     error = float((found.double() - wanted.double()).abs().max())
     greatest = float(wanted.double().abs().max())
-    return ModuleError(name, error, error / greatest if greatest else error)
+    return ResultError(name, error, error / greatest if greatest else error, limit)
 
 
 def _fill(module: nn.Module, path: Path, plan: Plan) -> None:

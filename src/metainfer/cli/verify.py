@@ -78,12 +78,12 @@ def _print(found: "Verification") -> None:
         _print_comparisons(found)
     for error in found.errors:
         typer.echo(
-            f"{error.name}: greatest error {error.max_error:.3g}, "
-            f"{error.relative_error:.3g} of the greatest result"
+            f"{error.name}: greatest error {error.max_error:.3g}, {error.relative_error:.3g} of "
+            f"the greatest result, {error.limit:g} is allowed"
         )
-    what = "mean KL" if found.comparisons else "relative error"
+    allowed = f"mean KL at most {found.limit:g} is allowed" if found.comparisons else ""
     verdict = "passed" if found.passed else "FAILED"
-    typer.echo(f"{verdict}: {what} at most {found.limit:g} is allowed")
+    typer.echo(f"{verdict}: {allowed}" if allowed else verdict)
 
 
 def _print_comparisons(found: "Verification") -> None:
