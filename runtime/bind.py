@@ -152,7 +152,11 @@ class TorchEmitter:
     def _copy(self, op: Op) -> Callable[[], None]:
         """A reshape that cannot be a view."""
         source, target = self._operand(op.operands[0]), self.tensor(op.result)
-        return lambda: target.copy_(source.reshape(target.shape)) and None
+
+        def copy() -> None:
+            target.copy_(source.reshape(target.shape))
+
+        return copy
 
     def _operand(self, value: Value) -> Any:
         if value.is_state:

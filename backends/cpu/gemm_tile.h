@@ -17,13 +17,14 @@ constexpr int kGemmRows = 6;
 template <int R>
 inline void gemm_tile(const float* x, i64 ldx, const float* w, i64 ldw, i64 K, f32x16* acc) {
     f32x16 sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = acc[r];
+    // From zero, not from acc: the rounding of a chain grows with its length and its sum.
+    for (int r = 0; r < R; ++r) sums[r] = set16(0.0f);
 #pragma GCC unroll 4
     for (i64 k = 0; k < K; ++k) {
         const f32x16 column = load16(w + k * ldw);
         for (int r = 0; r < R; ++r) sums[r] = fma16(set16(x[r * ldx + k]), column, sums[r]);
     }
-    for (int r = 0; r < R; ++r) acc[r] = sums[r];
+    for (int r = 0; r < R; ++r) acc[r] = acc[r] + sums[r];
 }
 
 // Cut [m, end) into tiles of kGemmRows, 4, 2 and 1 rows; call run(constant R, first row).

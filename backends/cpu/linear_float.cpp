@@ -16,6 +16,20 @@ constexpr i64 kAheadBytes = 6144;
 // Each weight type has expand (a slice of a panel as f32 [count][16]) and tile (acc [R] = R rows of x
 // times a panel). Tiles keep several sums a row, as one chain of additions would wait on its latency.
 
+// Products in one chain of additions (even): the rounding of a chain grows with its length.
+constexpr i64 kChain = 64;
+
+// acc = the sum of W's short chains over a panel.
+template <class W, int R>
+inline void sum_chains(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* acc) {
+    for (int r = 0; r < R; ++r) acc[r] = set16(0.0f);
+    for (i64 k = 0; k < K; k += kChain, panel += W::panel_bytes(kChain)) {
+        f32x16 sums[R];
+        W::template chain<R>(panel, x + k, ldx, least(kChain, K - k), sums);
+        for (int r = 0; r < R; ++r) acc[r] = acc[r] + sums[r];
+    }
+}
+
 // Weight panels [K][16] of f32.
 struct F32Weights {
     static i64 panel_bytes(i64 K) { return K * 64; }
@@ -24,6 +38,10 @@ struct F32Weights {
     }
     template <int R>
     static void tile(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* acc) {
+        sum_chains<F32Weights, R>(panel, x, ldx, K, acc);
+    }
+    template <int R>
+    static void chain(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* sums) {
         const float* w = reinterpret_cast<const float*>(panel);
         f32x16 evens[R], odds[R];
         for (int r = 0; r < R; ++r) evens[r] = odds[r] = set16(0.0f);
@@ -41,7 +59,7 @@ struct F32Weights {
             const f32x16 last = load16(w);
             for (int r = 0; r < R; ++r) evens[r] = fma16(set16(x[r * ldx + k]), last, evens[r]);
         }
-        for (int r = 0; r < R; ++r) acc[r] = evens[r] + odds[r];
+        for (int r = 0; r < R; ++r) sums[r] = evens[r] + odds[r];
     }
 };
 
@@ -62,6 +80,10 @@ struct Bf16Weights {
     }
     template <int R>
     static void tile(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* acc) {
+        sum_chains<Bf16Weights, R>(panel, x, ldx, K, acc);
+    }
+    template <int R>
+    static void chain(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* out) {
         i64 k = 0;
         // Four rows are chains enough, and two sums of each would not fit the registers of AVX2.
         constexpr int chains = R < 4 ? 2 : 1;
@@ -79,10 +101,10 @@ struct Bf16Weights {
                 other = fma16(set16(x[r * ldx + k + 1]), second, other);
             }
         }
-        for (int r = 0; r < R; ++r) acc[r] = chains == 1 ? sums[0][r] : sums[0][r] + sums[chains - 1][r];
+        for (int r = 0; r < R; ++r) out[r] = chains == 1 ? sums[0][r] : sums[0][r] + sums[chains - 1][r];
         if (k == K) return;
         const f32x16 last = even(load16i(panel));
-        for (int r = 0; r < R; ++r) acc[r] = fma16(set16(x[r * ldx + k]), last, acc[r]);
+        for (int r = 0; r < R; ++r) out[r] = fma16(set16(x[r * ldx + k]), last, out[r]);
     }
 };
 

@@ -3,6 +3,7 @@
 Shape letters: M rows of all leading dims, K and N widths.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from metainfer.backends.torch.layouts import Int4Groups, RowScaled
 Run = Callable[[TorchCall], None]
 aten: Any = torch.ops.aten
 mkldnn: Any = torch.ops.mkldnn
+_ALIGNMENT = 64
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
@@ -46,6 +48,12 @@ def linear_add(call: TorchCall) -> None:
     x, weight = call.inputs[:2]
     other = call.inputs[2].expand(call.outputs[0].shape).reshape(-1, weight.shape[0])
     out = call.outputs[0].view(-1, weight.shape[0])
+    if out.device.type == "cpu" and out.dtype == torch.float32:
+        # NOTE: the CPU library adds every partial product to the starting value, each time rounded
+        # at its size; residuals of trained models are a thousand times larger than the product.
+        torch.mm(_matrix(x), weight.t(), out=out)
+        out.add_(other)
+        return
     torch.addmm(other, _matrix(x), weight.t(), out=out)
 
 
@@ -84,9 +92,15 @@ def linear_add_mkldnn(call: TorchCall) -> None:
 
 
 def _padded_rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Activations [M, width], padded with zeros and aligned as vector loads need them."""
     rows = _matrix(x)
     extra = width - rows.shape[1]
-    return functional.pad(rows, (0, extra)) if extra else rows.contiguous()
+    if extra:
+        return functional.pad(rows, (0, extra))
+    rows = rows.contiguous()
+    # NOTE: the int8 product of CPUs crashes on rows that its aligned loads do not fit; torch's own
+    # allocations are aligned, slices of an arena or of numpy memory need not be.
+    return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
 
 
 def linear_int8(call: TorchCall) -> None:
@@ -117,8 +131,9 @@ def linear_fp8(call: TorchCall) -> None:
     Activations are rounded here: each row's largest magnitude becomes the largest code.
     """
     weight: RowScaled = call.inputs[1]
-    rows = _padded_rows(call.inputs[0], weight.codes.shape[1]).float()
-    top = rows.abs().amax(dim=-1, keepdim=True)
+    rows = _padded_rows(call.inputs[0], weight.codes.shape[1])
+    # One pass: the largest magnitude is the infinity norm.
+    top = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True, dtype=torch.float32)
     # A row of zeros keeps scale 1: it must not divide by zero.
     scales = torch.where(top > 0, top / _FP8_TOP, 1.0)
     codes = (rows / scales).to(torch.float8_e4m3fn)
