@@ -140,6 +140,18 @@ def reduces_something() -> Constraint:
     return Constraint("dims are named", check)
 
 
+def batches_alike(a: int, b: int) -> Constraint:
+    """Two stacks of matrices need no repetition: equal leading dims, or one matrix on the right."""
+
+    def check(query: Query) -> str | None:
+        first, second = query.tensor(a).shape[:-2], query.tensor(b).shape[:-2]
+        if first == second or not second:
+            return None
+        return " and ".join(f"[{','.join(map(str, s))}]" for s in (first, second))
+
+    return Constraint(f"operands {a} and {b} have the same leading dims", check)
+
+
 def causal_is_square() -> Constraint:
     """Causal attention has as many queries as keys, where all libraries mean the same by it."""
 

@@ -27,6 +27,10 @@ def _out(function: Any) -> Run:
     return run
 
 
+def _cast_f8e4m3(call: TorchCall) -> None:
+    call.outputs[0].copy_(nan_beyond(call.inputs[0], call.outputs[0].dtype))
+
+
 def _relu(call: TorchCall) -> None:
     torch.clamp(call.inputs[0], min=0, out=call.outputs[0])
 
@@ -37,7 +41,7 @@ def _gelu(call: TorchCall) -> None:
 
 
 def _cast(call: TorchCall) -> None:
-    call.outputs[0].copy_(nan_beyond(call.inputs[0], call.outputs[0].dtype))
+    call.outputs[0].copy_(call.inputs[0])
 
 
 def _floor_divide(call: TorchCall) -> None:
@@ -130,7 +134,6 @@ SINGLE: dict[str, tuple[Run, tuple[str, ...]]] = {
     "ge": (_out(torch.ge), ANY),
     "logical_and": (_out(torch.logical_and), ANY),
     "logical_or": (_out(torch.logical_or), ANY),
-    "cast": (_cast, ANY),
     "sum": (_sum, NUMBERS),
     "mean": (_mean, FLOATS),
     "max": (_extreme(torch.amax), ANY),
@@ -141,5 +144,7 @@ SINGLE: dict[str, tuple[Run, tuple[str, ...]]] = {
     "matmul": (_matmul, FLOATS),
 }
 NORMS: dict[str, Run] = {"rms_norm": _rms_norm, "layer_norm": _layer_norm}
+CAST = _cast
 WHERE = _out(torch.where)
 IOTA = _iota
+CAST_F8E4M3 = _cast_f8e4m3

@@ -79,13 +79,16 @@ def attention_flash(call: TorchCall) -> None:
     num_sequences, longest = pages.shape[0], pages.shape[1] * state["k"].shape[1]
     table = as_index(pages).reshape(-1)
     keys, values = (state[f].index_select(0, table).flatten(0, 1) for f in ("k", "v"))
-    ends = torch.arange(num_sequences + 1, dtype=torch.int32, device=q.device) * longest
+    # Rows past the last sequence become one more sequence that sees no key: the kernel gives zeros.
+    rows = functional.pad(starts.int(), (0, 1), value=q.shape[0])
+    used = functional.pad(lengths.int(), (0, 1))
+    ends = torch.arange(num_sequences + 2, dtype=torch.int32, device=q.device) * longest
     window = call.attrs["window"]
     made = aten._flash_attention_forward(
         q,
         keys,
         values,
-        starts.int(),
+        rows,
         ends,
         q.shape[0],
         longest,
@@ -96,8 +99,6 @@ def attention_flash(call: TorchCall) -> None:
         # The window counts the token itself, the library only those before it.
         window_size_left=window - 1 if window else None,
         window_size_right=0 if window else None,
-        seqused_k=lengths.int(),
+        seqused_k=used,
     )[0]
-    # Rows past the last sequence are not written by the kernel.
-    padding = torch.arange(q.shape[0], device=q.device)[:, None, None] >= starts[-1]
-    call.outputs[0].copy_(made.masked_fill(padding, 0.0))
+    call.outputs[0].copy_(made)
