@@ -12,7 +12,7 @@ from metainfer.backends.sources import check_fingerprints
 from metainfer.hardware.detect import detect_machine
 from metainfer.hardware.machine import Machine, matches
 from metainfer.ir.arena import plan_arena
-from metainfer.ir.errors import CapacityError, CheckpointError, PlanError
+from metainfer.ir.errors import CapacityError, CheckpointError, PlanError, TypeMismatch
 from metainfer.ir.flatten import flatten
 from metainfer.ir.graph import Module
 from metainfer.ir.interpret import unify
@@ -177,6 +177,12 @@ class LoadedModel:
         Raises: CapacityError or TypeMismatch if the sizes are not those compiled for.
         """
         executor = self._phases["call"]
+        wanted = len(executor.flat.inputs)
+        if len(inputs) != wanted:
+            raise TypeMismatch(
+                f"the module takes {wanted} inputs, got {len(inputs)}",
+                advice=f"in order: {', '.join(self.plan.meta['model']['inputs'])}",
+            )
         env: dict[str, int] = {}
         for value, tensor in zip(executor.flat.inputs, inputs, strict=True):
             unify(value, tuple(tensor.shape), env)

@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from metainfer.cli.errors import report
 from metainfer.hardware.detect import Description, describe_answers, describe_here
 from metainfer.hardware.device import Device
 from metainfer.hardware.fabric import LINKS
@@ -28,12 +29,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _WIDTH = 100
-
-
-def report(error: MetainferError) -> NoReturn:
-    """Print an error to stderr without a traceback and leave with its exit code."""
-    sys.stderr.write(f"error: {error.render()}\n")
-    raise typer.Exit(error.exit_code)
 
 
 def _console() -> Console:
