@@ -99,7 +99,7 @@ def _unify_size(value: Value, size: Dim, actual: int, env: dict[str, int]) -> No
             raise TypeMismatch(f"{value.name} is {value.type}: {size} is {wanted}, got {actual}")
         return
     if len(size.terms) == 1 and isinstance(size.terms[0][0], str):
-        symbol, coefficient = cast(str, size.terms[0][0]), size.terms[0][1]
+        symbol, coefficient = size.terms[0]
         number, rest = divmod(actual - size.constant, coefficient)
         if rest == 0:
             env[symbol] = number

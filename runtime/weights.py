@@ -83,12 +83,12 @@ class WeightStore:
         found = self._provider(name)
         wanted = cast(TensorType, value.type)
         shape = tuple(n.static for n in wanted.shape)
-        dtype = found.format if isinstance(found, BlockArray) else None
-        same = (
-            dtype == wanted.dtype if dtype else found.dtype == getattr(wanted.dtype, "numpy", None)
-        )
+        if isinstance(found, BlockArray):
+            held, same = str(found.format), found.format == wanted.dtype
+        else:
+            held, same = str(found.dtype), found.dtype == getattr(wanted.dtype, "numpy", None)
         if tuple(found.shape) != shape or not same:
-            held = f"{dtype or found.dtype}{list(found.shape)}"
+            held = f"{held}{list(found.shape)}"
             raise CheckpointError(
                 f"{name} is {held}, the plan was made for {wanted}",
                 advice="give the checkpoint that the plan was compiled for, or compile again",

@@ -1,6 +1,6 @@
 """Hypothesis profiles: few fixed examples on every change, many random ones by night.
 
-    pytest --hypothesis-profile=night
+pytest --hypothesis-profile=night
 """
 
 from hypothesis import HealthCheck, settings

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import fx
-
-from metainfer.compiler.aten.table import ATEN, Lower, argument, lowers
+from metainfer.compiler.aten.table import ATEN, Call, Lower, argument, lowers
 from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name, size_attr
 from metainfer.ir.dims import dim
 from metainfer.ir.errors import Unsupported
@@ -13,7 +11,7 @@ from metainfer.ir.graph import Value
 
 
 def _full(value: Any = None) -> Lower:
-    def lower(s: Lowering, n: fx.Node) -> Value:
+    def lower(s: Lowering, n: Call) -> Value:
         tensor = fake(n)
         number = argument(n, 1, "fill_value") if value is None else value
         shape = as_attr([s.to_dim(v) for v in tensor.shape])
@@ -32,19 +30,19 @@ for _names, _number_of in (
 
 
 @lowers("new_full")
-def _new_full(s: Lowering, n: fx.Node) -> Value:
+def _new_full(s: Lowering, n: Call) -> Value:
     tensor = fake(n)
     shape = as_attr([s.to_dim(v) for v in tensor.shape])
     return s.emit("full", shape=shape, value=n.args[2], dtype=scalar_name(tensor.dtype))
 
 
 @lowers("scalar_tensor")
-def _scalar_tensor(s: Lowering, n: fx.Node) -> Value:
+def _scalar_tensor(s: Lowering, n: Call) -> Value:
     return s.scalar(n.args[0])
 
 
 @lowers("arange")
-def _arange(s: Lowering, n: fx.Node) -> Value:
+def _arange(s: Lowering, n: Call) -> Value:
     args = [a for a in n.args]
     start = 0 if len(args) == 1 else args[0]
     step = args[2] if len(args) > 2 else 1
@@ -58,7 +56,7 @@ def _arange(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("tril", "triu")
-def _triangle(s: Lowering, n: fx.Node) -> Value:
+def _triangle(s: Lowering, n: Call) -> Value:
     x = s.value(n.args[0])
     diagonal = int(argument(n, 1, "diagonal", 0))
     rows, columns = x.tensor.shape[-2:]
@@ -69,7 +67,7 @@ def _triangle(s: Lowering, n: fx.Node) -> Value:
 
 
 def _reduce(name: str) -> Lower:
-    def lower(s: Lowering, n: fx.Node) -> Value:
+    def lower(s: Lowering, n: Call) -> Value:
         x = s.value(n.args[0])
         if name in ("sum", "mean"):
             x = s.cast(x, scalar_name(fake(n).dtype))
@@ -89,7 +87,7 @@ for _aten, _name in {"sum": "sum", "mean": "mean", "amax": "max", "amin": "min"}
 
 
 @lowers("argmax")
-def _argmax(s: Lowering, n: fx.Node) -> Value:
+def _argmax(s: Lowering, n: Call) -> Value:
     x = s.value(n.args[0])
     axis = argument(n, 1, "dim")
     if axis is None:
@@ -99,19 +97,19 @@ def _argmax(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("softmax", "_softmax", "_safe_softmax")
-def _softmax(s: Lowering, n: fx.Node) -> Value:
+def _softmax(s: Lowering, n: Call) -> Value:
     x = s.cast(s.value(n.args[0]), scalar_name(fake(n).dtype))
     return s.emit("softmax", x, dim=s.axis(n.args[1], x.tensor.rank))
 
 
 @lowers("cumsum")
-def _cumsum(s: Lowering, n: fx.Node) -> Value:
+def _cumsum(s: Lowering, n: Call) -> Value:
     x = s.cast(s.value(n.args[0]), scalar_name(fake(n).dtype))
     return s.emit("cumsum", x, dim=s.axis(n.args[1], x.tensor.rank))
 
 
 @lowers("topk")
-def _topk(s: Lowering, n: fx.Node) -> tuple[Value, ...]:
+def _topk(s: Lowering, n: Call) -> tuple[Value, ...]:
     x = s.value(n.args[0])
     axis, largest = argument(n, 2, "dim", -1), argument(n, 3, "largest", True)
     if s.axis(axis, x.tensor.rank) != x.tensor.rank - 1 or not largest:

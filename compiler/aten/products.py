@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch import fx
 
-from metainfer.compiler.aten.table import argument, lowers
+from metainfer.compiler.aten.table import Call, argument, lowers
 from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name
 from metainfer.ir.dims import dim
 from metainfer.ir.errors import Unsupported
@@ -13,12 +12,12 @@ from metainfer.ir.graph import Value
 
 
 @lowers("linear")
-def _linear(s: Lowering, n: fx.Node) -> Value:
+def _linear(s: Lowering, n: Call) -> Value:
     return s.emit("linear", *(s.value(a) for a in n.args if a is not None))
 
 
 @lowers("addmm")
-def _addmm(s: Lowering, n: fx.Node) -> Value:
+def _addmm(s: Lowering, n: Call) -> Value:
     if n.kwargs.get("alpha", 1) != 1 or n.kwargs.get("beta", 1) != 1:
         raise Unsupported("addmm with alpha or beta")
     bias, x, weight = (s.value(a) for a in n.args)
@@ -26,7 +25,7 @@ def _addmm(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("matmul", "mm", "bmm")
-def _matmul(s: Lowering, n: fx.Node) -> Value:
+def _matmul(s: Lowering, n: Call) -> Value:
     a, b = (s.value(v) for v in n.args)
     shape_a, shape_b = a.tensor.shape, b.tensor.shape
     if a.tensor.rank == 1:
@@ -37,14 +36,14 @@ def _matmul(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("embedding")
-def _embedding(s: Lowering, n: fx.Node) -> Value:
+def _embedding(s: Lowering, n: Call) -> Value:
     return s.emit(
         "embedding", s.value(n.args[1]), s.value(n.args[0]), dtype=scalar_name(fake(n).dtype)
     )
 
 
 @lowers("conv2d", "convolution")
-def _conv2d(s: Lowering, n: fx.Node) -> Value:
+def _conv2d(s: Lowering, n: Call) -> Value:
     if any(d != 1 for d in argument(n, 5, "dilation", [1])):
         raise Unsupported("a dilated convolution")
     if fake(n).ndim != 4 or isinstance(argument(n, 4, "padding", 0), str):
@@ -63,7 +62,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 @lowers("layer_norm", "native_layer_norm")
-def _layer_norm(s: Lowering, n: fx.Node) -> Value:
+def _layer_norm(s: Lowering, n: Call) -> Value:
     if len(n.args[1]) != 1:
         raise Unsupported("layer_norm over several dims", advice="flatten them first")
     weight, bias = argument(n, 2, "weight"), argument(n, 3, "bias")
@@ -74,7 +73,7 @@ def _layer_norm(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("rms_norm")
-def _rms_norm(s: Lowering, n: fx.Node) -> Value:
+def _rms_norm(s: Lowering, n: Call) -> Value:
     if len(n.args[1]) != 1:
         raise Unsupported("rms_norm over several dims", advice="flatten them first")
     x, weight = s.value(n.args[0]), argument(n, 2, "weight")
@@ -89,7 +88,7 @@ def _rms_norm(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("scaled_dot_product_attention")
-def _sdpa(s: Lowering, n: fx.Node) -> Value:
+def _sdpa(s: Lowering, n: Call) -> Value:
     mask, dropout = argument(n, 3, "attn_mask"), argument(n, 4, "dropout_p", 0.0)
     if dropout:
         raise Unsupported("attention with dropout", advice="call model.eval() first")

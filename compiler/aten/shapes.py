@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch import fx
 
-from metainfer.compiler.aten.table import argument, lowers, number_of
+from metainfer.compiler.aten.table import Call, argument, lowers, number_of
 from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name, size_attr
 from metainfer.ir.dims import dim
 from metainfer.ir.errors import Unsupported
@@ -16,12 +15,12 @@ from metainfer.ir.graph import Value
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as",
     "reshape_as",
 )  # fmt: skip
-def _reshape(s: Lowering, n: fx.Node) -> Value:
+def _reshape(s: Lowering, n: Call) -> Value:
     return s.reshape(s.value(n.args[0]), [s.to_dim(v) for v in fake(n).shape])
 
 
 @lowers("transpose", "swapaxes", "swapdims")
-def _transpose(s: Lowering, n: fx.Node) -> Value:
+def _transpose(s: Lowering, n: Call) -> Value:
     x = s.value(n.args[0])
     perm = list(range(x.tensor.rank))
     a, b = (s.axis(number_of(s, v), x.tensor.rank) for v in n.args[1:3])
@@ -30,7 +29,7 @@ def _transpose(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("t", "numpy_T", "mT", "adjoint")
-def _matrix_transpose(s: Lowering, n: fx.Node) -> Value:
+def _matrix_transpose(s: Lowering, n: Call) -> Value:
     x = s.value(n.args[0])
     perm = list(range(x.tensor.rank))
     if len(perm) >= 2:
@@ -39,20 +38,20 @@ def _matrix_transpose(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("permute")
-def _permute(s: Lowering, n: fx.Node) -> Value:
+def _permute(s: Lowering, n: Call) -> Value:
     x = s.value(n.args[0])
     return s.emit("transpose", x, perm=tuple(s.axis(d, x.tensor.rank) for d in n.args[1]))
 
 
 @lowers("expand", "expand_as", "broadcast_to")
-def _expand(s: Lowering, n: fx.Node) -> Value:
+def _expand(s: Lowering, n: Call) -> Value:
     x = s.value(n.args[0])
     shape = tuple(s.to_dim(v) for v in fake(n).shape)
     return x if x.tensor.shape == shape else s.emit("broadcast", x, shape=as_attr(shape))
 
 
 @lowers("repeat")
-def _repeat(s: Lowering, n: fx.Node) -> Value:
+def _repeat(s: Lowering, n: Call) -> Value:
     x, counts = s.value(n.args[0]), s.sizes(n.args[1])
     lead = len(counts) - x.tensor.rank
     x = s.reshape(x, [dim(1)] * lead + list(x.tensor.shape))
@@ -63,7 +62,7 @@ def _repeat(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("slice")
-def _slice(s: Lowering, n: fx.Node) -> Value:
+def _slice(s: Lowering, n: Call) -> Value:
     x = s.value(n.args[0])
     axis = s.axis(argument(n, 1, "dim", 0), x.tensor.rank)
     size = x.tensor.shape[axis]
@@ -90,7 +89,7 @@ def _bound(s: Lowering, given: Any, size: Any, default: Any) -> Any:
 
 
 @lowers("select")
-def _select(s: Lowering, n: fx.Node) -> Value:
+def _select(s: Lowering, n: Call) -> Value:
     x = s.value(n.args[0])
     axis = s.axis(n.args[1], x.tensor.rank)
     index = s.size(n.args[2])
@@ -101,14 +100,14 @@ def _select(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("cat", "concat", "concatenate")
-def _cat(s: Lowering, n: fx.Node) -> Value:
+def _cat(s: Lowering, n: Call) -> Value:
     name = scalar_name(fake(n).dtype)
     parts = [s.cast(s.value(a), name) for a in n.args[0]]
     return s.emit("concat", *parts, dim=s.axis(argument(n, 1, "dim", 0), parts[0].tensor.rank))
 
 
 @lowers("stack")
-def _stack(s: Lowering, n: fx.Node) -> Value:
+def _stack(s: Lowering, n: Call) -> Value:
     parts = [s.value(a) for a in n.args[0]]
     axis = s.axis(argument(n, 1, "dim", 0), parts[0].tensor.rank + 1)
     shape = list(parts[0].tensor.shape)
@@ -117,7 +116,7 @@ def _stack(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
-def _split(s: Lowering, n: fx.Node) -> list[Value]:
+def _split(s: Lowering, n: Call) -> list[Value]:
     x = s.value(n.args[0])
     is_unbind = "unbind" in str(n.target)
     position = argument(n, 1 if is_unbind else 2, "dim", 0)
@@ -136,14 +135,14 @@ def _split(s: Lowering, n: fx.Node) -> list[Value]:
 
 
 @lowers("index_select")
-def _index_select(s: Lowering, n: fx.Node) -> Value:
+def _index_select(s: Lowering, n: Call) -> Value:
     if n.args[1] != 0:
         raise Unsupported("index_select along another dim than 0", advice="transpose first")
     return s.emit("gather", s.value(n.args[0]), s.value(n.args[2]))
 
 
 @lowers("index")
-def _index(s: Lowering, n: fx.Node) -> Value:
+def _index(s: Lowering, n: Call) -> Value:
     indices = n.args[1]
     first = indices[0] if indices else None
     if len(indices) != 1 or first is None or fake(first).dtype == torch.bool:
@@ -155,7 +154,7 @@ def _index(s: Lowering, n: fx.Node) -> Value:
 
 
 @lowers("constant_pad_nd", "pad")
-def _pad(s: Lowering, n: fx.Node) -> Value:
+def _pad(s: Lowering, n: Call) -> Value:
     x = s.value(n.args[0])
     widths = list(n.args[1])
     mode = n.args[2] if len(n.args) > 2 and isinstance(n.args[2], str) else "constant"

@@ -10,7 +10,9 @@ from metainfer.compiler.lowering import Lowering, Table, scalar_name
 from metainfer.ir.graph import Value
 
 ATEN: Table = {}
-Lower = Callable[[Lowering, fx.Node], Any]
+# NOTE: an fx.Node; torch types its arguments as a union of all kinds, which no check can narrow.
+Call = Any
+Lower = Callable[[Lowering, Call], Any]
 
 
 def lowers(*names: str) -> Callable[[Lower], Lower]:
@@ -24,7 +26,7 @@ def lowers(*names: str) -> Callable[[Lower], Lower]:
     return register
 
 
-def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+def argument(node: Call, index: int, name: str, default: Any = None) -> Any:
     """A positional or keyword argument of a call."""
     if len(node.args) > index:
         return node.args[index]

@@ -103,6 +103,7 @@ class Offsets(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.offset: torch.Tensor
         self.register_buffer("offset", torch.arange(4.0), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
