@@ -98,12 +98,11 @@ def _unify_size(value: Value, size: Dim, actual: int, env: dict[str, int]) -> No
         if wanted != actual:
             raise TypeMismatch(f"{value.name} is {value.type}: {size} is {wanted}, got {actual}")
         return
-    if len(size.terms) == 1 and isinstance(size.terms[0][0], str):
-        symbol, coefficient = size.terms[0]
-        number, rest = divmod(actual - size.constant, coefficient)
-        if rest == 0:
-            env[symbol] = number
-            return
+    (symbol, coefficient), *others = size.terms
+    number, rest = divmod(actual - size.constant, coefficient)
+    if isinstance(symbol, str) and not others and rest == 0:
+        env[symbol] = number
+        return
     raise TypeMismatch(f"{value.name}: cannot tell {', '.join(free)} from {size} = {actual}")
 
 
