@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -25,7 +24,7 @@ from metainfer.compiler.sources import known_name, resolve_model
 from metainfer.hardware.device import Device
 from metainfer.hardware.load import load_machine
 from metainfer.hardware.machine import Machine
-from metainfer.ir.dtypes import DType, Scalar, parse_dtype
+from metainfer.ir.dtypes import DType, parse_dtype
 from metainfer.ir.errors import CheckpointError, MetainferError, Unsupported
 from metainfer.ir.graph import Module
 from metainfer.ir.options import Options
@@ -195,20 +194,18 @@ def _compile(given: _Input, instance: nn.Module | None, begun: float) -> Plan:
 
 
 def _strategies(given: _Input) -> dict[str, Strategy]:
-    options, device = given.options, given.device
+    options = given.options
     activations = _activations(given)
     kv = activations if options.kv == "auto" else options.kv
     base = Strategy(
         "call", activations=activations, weights=options.weights, kv=kv,
-        exact=options.exact,
-        max_tokens=options.max_tokens, max_sequences=options.max_sequences,
+        exact=options.exact, max_tokens=options.max_tokens, max_sequences=options.max_sequences,
         max_context=_max_context(given), page_size=options.page_size,
     )  # fmt: skip
     if given.spec.kind != "causal_lm":
         return {"call": base}
     pages = max(512 // DEFAULT_PAGE, 1)
     prefill = (("B", 1), ("P", pages), ("R", 1))
-    assert device is not None
     return {
         "prefill": replace(base, phase="prefill", typical=prefill),
         "decode": replace(base, phase="decode", typical=(("P", pages),)),
@@ -313,7 +310,12 @@ def _run_phase(
 ) -> tuple[Module, tuple[Timing, ...], Report]:
     report = Report(list(given.report.decisions))
     target = Target(
-        given.machine, strategy, given.options, given.backends.kernels, CostModel(given.backends.layouts), report
+        given.machine,
+        strategy,
+        given.options,
+        given.backends.kernels,
+        CostModel(given.backends.layouts),
+        report,
     )
     bounded = _bounded(module, strategy)
     check = pass_checker(bounded, strategy.activations) if given.interpreted else None
@@ -353,7 +355,6 @@ def _plan(
     capacity: Capacity, timings: Mapping[str, float],
 ) -> Plan:  # fmt: skip
     files = {phase: f"stage0.{phase}.mir" for phase in modules}
-    env = {"max_context": capacity.max_context}
     phases = {
         phase: {
             "file": files[phase],
@@ -370,18 +371,17 @@ def _plan(
         "machine": given.machine.to_dict(),
         "options": _plain(given.options.to_dict()),
         "phases": phases,
-        "capacity": _plain({**capacity.to_dict(), **env}),
+        "capacity": _plain(capacity.to_dict()),
         "kernel_sources": kernel_fingerprints(modules, given.backends),
         "timings": dict(timings),
     }
     texts = {files[p]: print_module(m) for p, m in modules.items()}
-    constants = {n: _numpy(t) for n, t in captured.constants.items()}
+    constants = {n: t.detach().cpu().numpy() for n, t in captured.constants.items()}
     return Plan(json.loads(json.dumps(meta)), texts, constants)
 
 
 def _model_meta(given: _Input, captured: Captured) -> dict[str, Any]:
     spec = given.spec
-    weights = [n for n in spec.renames]
     return {
         "name": spec.name,
         "kind": spec.kind,
@@ -389,7 +389,7 @@ def _model_meta(given: _Input, captured: Captured) -> dict[str, Any]:
         "checkpoint": _location(spec.locate_checkpoint),
         "checkpoint_hash": given.checkpoint.content_hash() if given.checkpoint else "",
         "tokenizer": _location(spec.locate_tokenizer),
-        "renames": {n: spec.renames[n] for n in weights},
+        "renames": dict(spec.renames),
         "inputs": list(captured.input_names),
         "max_positions": spec.max_positions,
     }
@@ -408,12 +408,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)
-
-
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    if isinstance(_dtype_of(tensor), Scalar) and tensor.dtype == torch.bfloat16:
-        return tensor.float().numpy()
-    return tensor.detach().cpu().numpy()
 
 
 def kernel_fingerprints(modules: Mapping[str, Module], backends: Backends) -> dict[str, str]:

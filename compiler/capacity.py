@@ -91,7 +91,6 @@ def plan_capacity(
     fixed = sum(t.bytes for t in terms)
     if fixed > budget:
         raise _does_not_fit(terms, fixed, budget, device)
-    first = next(iter(modules.values()))
     page_size, page_bytes = _pages(next(iter(flats.values())))
     if not page_size:
         return Capacity(
@@ -108,7 +107,6 @@ def plan_capacity(
     context = min(max_context, per_sequence * page_size)
     detail = f"{num_pages} pages of {page_size} tokens, {page_bytes / page_size:,.0f} bytes a token"
     terms.append(Term("kv pages", num_pages * page_bytes, detail))
-    assert first is not None
     return Capacity(
         tuple(terms), device.memory_bytes, budget, page_size, page_bytes, num_pages, context,
         options.max_sequences, options.max_tokens, (num_pages - 1) // per_sequence,

@@ -261,11 +261,12 @@ def _constants(model: nn.Module, program: torch.export.ExportedProgram) -> dict[
     """Buffers and lifted constants: the plan carries them, no checkpoint need hold them."""
     found = {}
     signature = program.graph_signature
-    for name in (*signature.inputs_to_buffers.values(),):
+    for name in signature.inputs_to_buffers.values():
         found[name] = cast(torch.Tensor, program.state_dict.get(name, program.constants.get(name)))
     for name in signature.inputs_to_lifted_tensor_constants.values():
         found[name] = cast(torch.Tensor, program.constants[name])
-    return found
+    # numpy's files know no bf16; the load graph rounds back.
+    return {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in found.items()}
 
 
 # --- structured ops ----------------------------------------------------------------------------

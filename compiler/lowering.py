@@ -275,7 +275,14 @@ def target_name(node: fx.Node) -> str:
 # Results whose size or value is known only when the program runs.
 _DATA_DEPENDENT = frozenset(
     f"aten.{name}"
-    for name in ("nonzero", "masked_select", "_unique2", "unique_dim", "item", "_local_scalar_dense")
+    for name in (
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "item",
+        "_local_scalar_dense",
+    )
 )
 
 
