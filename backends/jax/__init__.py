@@ -1,1 +1,4 @@
-"""The structured ops a second time, in JAX: an independent reference."""
+"""A second reference of every op, in JAX, written apart from the numpy one: the two must agree.
+
+`metainfer.backends.jax.reference` needs the extra ``jax``; nothing else imports it.
+"""
