@@ -204,12 +204,16 @@ BATCHES = [([9, 1, 5], [3, 1, 5]), ([7, 12], [1, 1]), ([6], [6]), ([4, 3], [0, 3
 
 
 def attention_case(
-    dtype: str, batch: tuple[list[int], list[int]], attrs: dict[str, Any], width: int = 8
+    dtype: str,
+    batch: tuple[list[int], list[int]],
+    attrs: dict[str, Any],
+    width: int = 8,
+    padding: int = 2,
 ) -> tuple[Op, list[Data]]:
-    """An attention op over paged sequences, with two padded rows."""
+    """An attention op over paged sequences, with padded rows after them."""
     lengths, new = batch
     type_, state, *step = paged(dtype, lengths, new, width)
-    rows = sum(new) + 2
+    rows = sum(new) + padding
     fields = [tensor(scalar("i32"), *a.shape) for a in step]
     types = [tensor(scalar(dtype), rows, 4, width), type_, *fields]
     q = RNG.uniform(-2, 2, (rows, 4, width)).astype(scalar(dtype).numpy)

@@ -35,12 +35,13 @@ BF16_STEP = 2.0**-8
 CPU = device_kind("cpu")
 BF16 = any_feature("avx512_bf16", "amx_bf16")
 WEIGHT = weight_operand(1)
+XEON = "a Xeon with AMX, 2 threads: "
 
-SGEMM = Efficiency(0.8, 0.9, "f32", "environment.md 4: 89 GFLOP/s a thread at M=512")
-MKLDNN = Efficiency(0.8, 0.9, "bf16", "environment.md 4: 223 GFLOP/s a thread at M=512")
-INT8 = Efficiency(0.8, 0.75, "f32", "environment.md 4: 68 GFLOP/s a thread, f32 products 89")
-INT4 = Efficiency(0.5, 0.95, "f32", "environment.md 4: 87 GFLOP/s a thread, 10-12 GB/s")
-ATTENTION = Efficiency(0.5, 0.4, source="assumed")
+SGEMM = Efficiency(0.9, 0.95, "f32", XEON + "54 GB/s at M=1, 253 GFLOP/s at M=512")
+MKLDNN = Efficiency(0.75, 0.9, "bf16", XEON + "41 GB/s at M=1, 733 GFLOP/s at M=512")
+INT8 = Efficiency(0.6, 0.4, "f32", XEON + "33 GB/s at M=1, 87-100 GFLOP/s, f32 253")
+INT4 = Efficiency(0.4, 0.5, "f32", XEON + "19 GB/s at M=1, 129 GFLOP/s, f32 253")
+ATTENTION = Efficiency(0.35, 0.5, source=XEON + "18 GB/s with the gathers, 78-153 GFLOP/s")
 
 
 def register_cpu(kernels: Registry) -> None:

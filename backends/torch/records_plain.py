@@ -7,8 +7,9 @@ from metainfer.backends.torch.call import TorchBinder
 from metainfer.backends.torch.plain import PLAIN
 from metainfer.backends.torch.plain_elementwise import UNARY
 
-SLOW = Efficiency(
-    memory=0.75, compute=0.3, source="H200: rms_norm 0.77, silu_mul 0.84 of what they move"
+SOURCE = (
+    "of what rms_norm and silu_mul move: 0.77 and 0.84 of an H200's bandwidth, 14 GB/s on two "
+    "threads of a Xeon; attention there: 13-17 GFLOP/s of 255"
 )
 
 
@@ -21,12 +22,19 @@ class Composition:
         traffic: bytes of intermediate results, as a fraction of the op's own.
         f32_launches: calls where nothing needs widening; 0 if that makes no difference.
         f32_traffic: traffic in that case.
+        compute: fraction of the arithmetic rate.
     """
 
     launches: int
     traffic: float
     f32_launches: int = 0
     f32_traffic: float = 0.0
+    compute: float = 0.3
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """Fractions of the device's rates."""
+        return Efficiency(0.5, self.compute, source=SOURCE)
 
 
 # Launches as the profiler counted them on an H200, copies and fills included. An attention makes
@@ -68,9 +76,9 @@ COMPOSITIONS: dict[str, Composition] = {
     "matmul": Composition(6, 4.0, f32_launches=4, f32_traffic=1.0),
     "conv2d": Composition(7, 4.0, f32_launches=4, f32_traffic=1.0),
     "rope": Composition(18, 14.0, f32_launches=16, f32_traffic=8.0),
-    "sdpa": Composition(19, 8.0, f32_launches=16, f32_traffic=6.0),
+    "sdpa": Composition(19, 8.0, f32_launches=16, f32_traffic=6.0, compute=0.06),
     "kv_write": Composition(3, 0.0),
-    "attention": Composition(30, 8.0, f32_launches=27, f32_traffic=6.0),
+    "attention": Composition(30, 8.0, f32_launches=27, f32_traffic=6.0, compute=0.06),
 }
 
 
@@ -89,7 +97,7 @@ def register_plain(kernels: Registry) -> None:
                     name,
                     "torch",
                     requires=(dtype(0, "f32", "f64"), *_dense_weight(name)),
-                    efficiency=SLOW,
+                    efficiency=composition.efficiency,
                     launches=composition.f32_launches,
                     generic=True,
                     extra_bytes=composition.f32_traffic,
@@ -101,7 +109,7 @@ def register_plain(kernels: Registry) -> None:
                 f"torch.{name}_plain",
                 name,
                 "torch",
-                efficiency=SLOW,
+                efficiency=composition.efficiency,
                 launches=composition.launches,
                 generic=True,
                 extra_bytes=composition.traffic,

@@ -135,6 +135,18 @@ def test_paged_attention(
         check(kernel, op, data, "cuda")
 
 
+@pytest.mark.parametrize("new", [1, 2])
+def test_paged_attention_without_padding(new: int) -> None:
+    op, data = attention_case("bf16", ([9], [new]), {}, 64, padding=0)
+    for kernel in applying(op):
+        check(kernel, op, data, "cuda")
+
+
+def test_convolutions_keep_f32() -> None:
+    case: Case = ("conv2d", [floats(1, 64, 16, 16), floats(32, 64, 3, 3)], {})
+    check(KERNELS.get("torch.conv2d_plain"), *build(case, "f32"), "cuda")
+
+
 def test_flash_sdpa() -> None:
     for attrs in ({}, {"causal": True}, {"scale": 0.2}):
         case: Case = (
@@ -186,6 +198,7 @@ LAUNCHES: list[tuple[Op, list[Data]]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events.*:UserWarning")
 @pytest.mark.parametrize("sample", LAUNCHES, ids=lambda s: s[0].name)
 def test_launches_are_not_understated(sample: tuple[Op, list[Data]]) -> None:
     op, data = sample

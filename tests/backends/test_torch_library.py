@@ -120,6 +120,10 @@ def test_paged_attention(
     run(KERNELS.get(name), *attention_case(dtype, batch, attrs))
 
 
+def test_paged_attention_without_padding() -> None:
+    run(KERNELS.get("torch.attention_sdpa"), *attention_case("f32", ([9], [1]), {}, padding=0))
+
+
 FUSED = [
     ("torch.linear_add_f32", "linear_add", False, "add", {}),
     ("torch.linear_bias_relu_f32", "linear_bias_relu", True, "relu", {}),
