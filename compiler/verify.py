@@ -195,7 +195,7 @@ def _is_data(path: Path) -> bool:
 
 
 def compile_reference(plan: Plan, spec: ModelSpec, context: int) -> Plan:
-    """The float32 plan of the same model as captured: nothing rewritten, exact kernels, on a CPU."""
+    """The float32 plan of the model as captured: not rewritten, exact kernels, on a CPU."""
     capacity = plan.meta["capacity"]
     planned = Machine.from_dict(dict(plan.meta["machine"]))
     machine = planned if planned.device(0).kind == "cpu" else load_machine("cpu")

@@ -26,13 +26,19 @@ from metainfer.compiler.verify import (
     EXACT_KL,
     INT4_KL,
     LOSSY_KL,
+    compile_reference,
     default_limit,
     reference_spec,
     verify,
 )
 from metainfer.ir.errors import MetainferError
+from metainfer.ir.graph import Module
+from metainfer.ir.parser import parse_module
 from metainfer.ir.plan import Plan
+from metainfer.ir.printer import print_module
 from metainfer.models.spec import ModelSpec
+from metainfer.passes.pipeline import PIPELINE, Pass, run_passes
+from metainfer.passes.target import Target
 
 SMALL: dict[str, Any] = {"max_tokens": 32, "max_sequences": 2, "max_context": 96}
 
@@ -164,6 +170,32 @@ def test_a_spoiled_weight_is_found(tiny: Path, plan: Plan, tmp_path: Path) -> No
     model, spoiled = metainfer.load(plan), metainfer.load(plan, other)
     walk = walks(list(b"the quick brown fox jumps over it"), 32, 2, 96)[2]
     assert compare(walk, spoiled, model).mean_kl > 10 * LOSSY_KL
+
+
+def test_a_rewrite_that_is_wrong_is_found(
+    tiny: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that spoils every norm: the reference must not be spoiled with it."""
+
+    def spoil(module: Module, target: Target) -> Module:
+        return parse_module(print_module(module).replace("eps = 1e-06", "eps = 0.5"))
+
+    passes = tuple(Pass("fuse", spoil) if p.name == "fuse" else p for p in PIPELINE)
+    monkeypatch.setattr(run_passes, "__defaults__", (passes,))
+    spoiled = metainfer.compile(tiny, "cpu", exact=True, **SMALL)
+    assert "eps = 0.5" in spoiled.texts["stage0.decode.mir"]
+    assert "eps = 0.5" not in plan.texts["stage0.decode.mir"]
+    found = verify(spoiled, tokens=24)
+    assert not found.passed
+    assert min(c.mean_kl for c in found.comparisons) > EXACT_KL
+
+
+def test_the_reference_is_not_rewritten(plan: Plan) -> None:
+    reference = compile_reference(plan, reference_spec(plan, None, None), 64)
+    for phase in reference.phases:
+        ops = [op for g in reference.module(phase).graphs for op in g.ops]
+        assert not [op for op in ops if op.name == "fused"]
+        assert sum(op.name == "linear" for op in ops) == 7 + 1
 
 
 def test_limits_by_what_was_quantized(tiny: Path) -> None:
