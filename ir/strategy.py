@@ -5,7 +5,8 @@ from typing import Any
 
 from metainfer.ir.types import Mesh
 
-PHASES = ("prefill", "decode")
+# In the order in which a model goes through them; "call" is that of a module of another kind.
+PHASES = ("prefill", "decode", "call")
 
 
 @dataclass(frozen=True)

@@ -50,13 +50,31 @@ def _pack_graph(module: Module, name: str, target: Target) -> Module:
     for number, op in enumerate(ops):
         if not needs_kernel(op) or not any(v.is_weight for v in op.operands):
             continue
-        best = cheapest_layouts(op, target, module.limits(), strided)
-        for position, packing in best.items():
-            if op.operands[position].is_weight and packing:
-                wanted.setdefault((op.operands[position].name, packing), []).append(number)
+        for weight, packing in _packings(op, target, module.limits(), strided).items():
+            wanted.setdefault((weight, packing), []).append(number)
     if not wanted:
         return module
     return _apply(module, graph, wanted, target)
+
+
+def _packings(
+    op: Op, target: Target, limits: Mapping[str, tuple[int, int]], strided: frozenset[str]
+) -> dict[str, str]:
+    """Weight -> packing that is cheapest for the group; for its parts where no kernel takes it."""
+    query = query_of(op, target, limits, strided)
+    is_split = op.body is not None and not any(
+        c.is_usable for c in candidates_of(op, query, target)
+    )
+    if op.body is None or not is_split:
+        best = cheapest_layouts(op, target, limits, strided)
+        return {op.operands[i].name: p for i, p in best.items() if p and op.operands[i].is_weight}
+    outer = {p.name: v for p, v in zip(op.body.inputs, op.operands, strict=True)}
+    found: dict[str, str] = {}
+    for part in op.body.ops:
+        named = replace(part, operands=tuple(outer.get(v.name, v) for v in part.operands))
+        if needs_kernel(named):
+            found |= _packings(named, target, limits, strided)
+    return found
 
 
 def _apply(

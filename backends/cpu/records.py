@@ -74,12 +74,12 @@ def _linears() -> list[Kernel]:
         made += _linear_family(name, format_, Efficiency(0.85, rate, "f32", _SOURCE), error)
     for format_ in ("i8/32:f16", "i8/32:f32"):
         exact = Efficiency(0.8, 0.55, "f32", _SOURCE)
-        quick = Efficiency(0.85, 1.6, "f32", _SOURCE)
+        quick = Efficiency(0.85, 0.66, "i8", _SOURCE)
         made += _linear_family("linear_w8", format_, exact, 0.0)
         made += _linear_family("linear_w8a8", format_, quick, A8_ERROR)
     for format_ in ("u4/32:f16+f16", "i4/32:f16", "u4/32:f32+f32"):
         exact = Efficiency(0.7, 0.5, "f32", _SOURCE)
-        quick = Efficiency(0.75, 1.5, "f32", _SOURCE)
+        quick = Efficiency(0.75, 0.97, "i8", _SOURCE)
         made += _linear_family("linear_w4", format_, exact, 0.0)
         made += _linear_family("linear_w4a8", format_, quick, A8_ERROR)
     return made

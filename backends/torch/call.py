@@ -17,7 +17,7 @@ class TorchCall:
 
     Attributes:
         op: the group; fused ones carry their body.
-        inputs: operands: tensors (views allowed unless the kernel requires dense), packed weights as
+        inputs: operands: tensors (views unless the kernel requires dense), packed weights as
             their layout's `pack` made them, states as field -> [pages, page_size, ...].
         outputs: preallocated tensors for the results that are no states; states are written in
             place.
