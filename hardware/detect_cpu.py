@@ -118,7 +118,7 @@ def device_table(cpu: Cpu, ranks: int, *, measure: bool) -> tuple[dict[str, Any]
     else:
         copy, product = cores * _ASSUMED_CORE_BANDWIDTH, peaks["f32"] * _ASSUMED_SHARE
         how = "assumed, not measured: 13 GB/s a core, 0.7 of the peak rate"
-        notes.append("bandwidth and rates are assumed: measure them with `metainfer hw probe`")
+        notes.append("bandwidth and rates are assumed: leave --no-measure away to measure them")
     # NOTE: boost clocks lift a measurement above what the stated clock allows.
     lift = max(1.0, product / peaks["f32"])
     share = min(1.0, product / peaks["f32"])

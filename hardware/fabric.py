@@ -15,7 +15,9 @@ from metainfer.hardware.document import near
 from metainfer.hardware.units import show_quantity
 from metainfer.ir.errors import HardwareError
 
-ASSUMED_LINKS = "links are assumed at 0.85 of their generation: measure with `metainfer hw probe`"
+ASSUMED_LINKS = (
+    "links are assumed at 0.85 of their generation: put what you measure in place, with its source"
+)
 # Links a user may name: (kind, generation, width).
 LINKS: dict[str, tuple[str, int, int]] = {
     **{f"pcie{g}x{w}": ("pcie", g, w) for g in (3, 4, 5, 6) for w in (4, 8, 16)},

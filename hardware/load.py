@@ -99,6 +99,12 @@ def read_machine(document: Document) -> Machine:
 
     Raises: HardwareError naming file, line and key.
     """
+    if "rates" in document.data:
+        raise document.error(
+            ("rates",),
+            "the file describes a device, not a machine",
+            f'give a machine that has it: [[devices]] type = "{Path(document.path).stem}"',
+        )
     table = _validate(schema.MachineFile, document)
     checks.check_machine(table, document)
     devices = _device_types(table, document)

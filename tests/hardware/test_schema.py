@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from metainfer.hardware import load_machine
+from metainfer.hardware.load import FOLDER
 from metainfer.ir.errors import HardwareError
 
 GOOD = """\
@@ -213,3 +214,10 @@ def test_an_error_in_a_base_names_the_base(tmp_path: Path) -> None:
     (tmp_path / "box.toml").write_text('extends = "base"\nname = "box"\n')
     with pytest.raises(HardwareError, match=r"base\.toml:\d+"):
         load_machine(str(tmp_path / "box.toml"))
+
+
+def test_a_device_is_no_machine() -> None:
+    device = FOLDER / "devices" / "l20.toml"
+    with pytest.raises(HardwareError, match="describes a device, not a machine") as refused:
+        load_machine(str(device))
+    assert refused.value.advice == 'give a machine that has it: [[devices]] type = "l20"'
