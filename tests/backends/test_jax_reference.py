@@ -81,7 +81,7 @@ def test_the_two_references_agree(sample: Sample, env: dict[str, int]) -> None:
         check_agree(one, other)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(st.sampled_from(SAMPLES), st.sampled_from(SETTINGS[:2]), st.integers(0, 2**32 - 1))
 def test_they_agree_on_other_numbers(sample: Sample, env: dict[str, int], seed: int) -> None:
     made, wanted = both(sample.at(env), seed)

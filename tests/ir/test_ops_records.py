@@ -264,7 +264,7 @@ def _check_mutant(mutant: Sample, rng: np.random.Generator) -> None:
     check_results(*run(mutant, mutant.data(rng)), wide=wide)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_whatever_shape_is_accepted_can_be_computed(data: st.DataObject) -> None:
     sample = data.draw(st.sampled_from(SAMPLES)).at(data.draw(st.sampled_from(SETTINGS)))
