@@ -1,7 +1,7 @@
 """The kernels and layouts of all installed backends.
 
-Backends of other packages plug in through the entry point group ``metainfer.backends``: each names a
-function ``register(kernels: Registry, layouts: LayoutRegistry) -> None``.
+Backends of other packages plug in through the entry point group ``metainfer.backends``: each names
+a function ``register(kernels: Registry, layouts: LayoutRegistry) -> None``.
 """
 
 from dataclasses import dataclass

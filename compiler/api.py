@@ -70,6 +70,7 @@ def compile(
     overwrite: bool = False,
     example_inputs: Sequence[torch.Tensor] | None = None,
     dynamic: Sequence[Sequence[str]] = (),
+    bounds: Mapping[str, tuple[int, int]] | None = None,
     progress: Progress = lambda message: None,
     **fields: Any,
 ) -> Plan:
@@ -84,13 +85,14 @@ def compile(
         overwrite: whether a plan at ``out`` may be replaced.
         example_inputs: for an nn.Module: tensors that forward takes.
         dynamic: for an nn.Module: per input, names of the dims that vary ("" for fixed ones).
+        bounds: for an nn.Module: least and greatest size by such a name; (1, 256) without.
         progress: called with one line as each stage begins.
 
     Raises: MetainferError with place and remedy for any bad input.
     """
     begun = time.perf_counter()
     chosen = replace(options or Options(), **fields)
-    spec = _resolve(model, example_inputs, dynamic)
+    spec = _resolve(model, example_inputs, dynamic, bounds)
     machine = hw if isinstance(hw, Machine) else load_machine(str(hw))
     check_overrides(chosen, installed().kernels)
     argument = _argument(model, spec)
@@ -107,7 +109,9 @@ def compile(
     return plan
 
 
-def _resolve(model: Any, examples: Sequence[torch.Tensor] | None, dynamic: Any) -> ModelSpec:
+def _resolve(
+    model: Any, examples: Sequence[torch.Tensor] | None, dynamic: Any, bounds: Any
+) -> ModelSpec:
     if isinstance(model, nn.Module):
         if examples is None:
             raise MetainferError(
@@ -116,7 +120,7 @@ def _resolve(model: Any, examples: Sequence[torch.Tensor] | None, dynamic: Any) 
             )
         inputs = tuple(examples)
         rows = tuple(tuple(names) for names in dynamic)
-        return resolve_model(model, example_inputs=lambda: inputs, dynamic=rows)
+        return resolve_model(model, example_inputs=lambda: inputs, dynamic=rows, bounds=bounds)
     return resolve_model(model)
 
 

@@ -147,7 +147,10 @@ def _known_ops_only(program: torch.export.ExportedProgram) -> torch.export.Expor
     if not unknown:
         return program
     table = torch.export.default_decompositions()
-    chosen = {op: table[op] for op in unknown if op in table}
+    # Ops of the core set have no entry there, but most have a decomposition elsewhere.
+    core = torch._decomp.get_decompositions([op for op in unknown if op not in table])
+    chosen: dict[Any, Any] = dict(core)
+    chosen.update((op, table[op]) for op in unknown if op in table)
     return program.run_decompositions(chosen)
 
 
@@ -237,13 +240,8 @@ def _lower(state: Lowering, graph: fx.Graph, table: Mapping[str, Any]) -> list[V
             source, index = node.args
             state.values[node] = state.values[cast(fx.Node, source)][index]
             continue
-        if isinstance(node.meta.get("val"), torch.SymInt | int) and not isinstance(
-            node.meta.get("val"), bool
-        ):
-            state.values[node] = state.to_dim(node.meta["val"])
-            continue
-        if isinstance(node.meta.get("val"), torch.SymBool | bool):
-            continue  # a condition of a runtime assertion
+        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | int):
+            continue  # a size, read where it is used; or a condition of a runtime assertion
         lower_node(state, node, dict(table))
     raise Unsupported("the exported program returns nothing")
 

@@ -142,7 +142,7 @@ def _step(module: Module) -> dict[str, np.ndarray]:
 def _states(module: Module) -> dict[str, StateArrays]:
     """Paged states with random history; the same numbers for every page size."""
     plan, page = _Step(), _page_of(module)
-    step = _step(module)
+    table = _step(module)["pages"]
     found: dict[str, StateArrays] = {}
     for call in (None, *module.calls()):
         graph = module.main if call is None else module.graph(str(call.attr["block"]))
@@ -157,7 +157,7 @@ def _states(module: Module) -> dict[str, StateArrays]:
                 pages = np.zeros((100, page, *shape), entry.dtype.numpy)  # type: ignore[union-attr]
                 for b in range(2):
                     for at in range(plan.lengths[b] - plan.counts[b]):
-                        pages[step["pages"][b, at // page], at % page] = history[b, at]
+                        pages[table[b, at // page], at % page] = history[b, at]
                 fields[field] = pages
             found[name] = fields
     return found
@@ -172,5 +172,5 @@ def _compare(name: str, before: Result, after: Result, activations: str) -> None
         if not difference <= limit * scale:
             raise TypeMismatch(
                 f"pass {name} changed output {number}: {difference:.3g} of {scale:.3g}",
-                advice=f"METAINFER_DUMP shows the text before and after; --skip-pass {name} goes on",
+                advice=f"METAINFER_DUMP shows both texts; --skip-pass {name} goes on without it",
             )

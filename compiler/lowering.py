@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,10 +124,10 @@ class Lowering:
         Raises: Unsupported for anything else.
         """
         if isinstance(argument, fx.Node):
-            found = self.values[argument]
+            found = self.values.get(argument)
             if isinstance(found, Value):
                 return found
-            argument = found
+            argument = self.size(argument).static if found is None else found
         if isinstance(argument, bool | int | float):
             return self.scalar(argument)
         raise Unsupported(f"an operand {argument!r} that is no tensor")
@@ -142,9 +143,6 @@ class Lowering:
         Raises: Unsupported if the size depends on data.
         """
         if isinstance(argument, fx.Node):
-            found = self.values.get(argument)
-            if isinstance(found, Dim):
-                return found
             argument = argument.meta["val"]
         return self.to_dim(argument)
 
@@ -166,7 +164,7 @@ class Lowering:
             return dim(int(expression))
         if kind == "Add":
             return sum((self._from_sympy(a) for a in expression.args), start=Dim())
-        if kind == "Mul":
+        if kind == "Mul" and sum(not a.is_Integer for a in expression.args) == 1:
             return functools.reduce(operator.mul, (self._from_sympy(a) for a in expression.args))
         if kind in ("FloorDiv", "CleanDiv") and expression.args[1].is_Integer:
             return self._from_sympy(expression.args[0]) // int(expression.args[1])
@@ -175,9 +173,14 @@ class Lowering:
             if type(inner).__name__ == "IntTrueDiv":
                 return self._from_sympy(inner.args[0]).ceildiv(int(inner.args[1]))
         raise Unsupported(
-            f"size {expression} is not affine",
-            advice="sizes may be sums, products with numbers, and divisions by numbers",
+            f"size {self._named(expression)} is not affine",
+            advice="sizes may be sums, products with numbers, and divisions by numbers; fix all "
+            "but one of the sizes that are multiplied, or keep them in dims of their own",
         )
+
+    def _named(self, expression: Any) -> str:
+        """The expression with the symbols' names of the user."""
+        return re.sub(r"[A-Za-z_]\w*", lambda m: self.symbols.get(m[0], m[0]), str(expression))
 
     def _symbol(self, name: str) -> Dim:
         if name in self.symbols:

@@ -191,7 +191,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
     if meta["schema"] != SCHEMA:
         raise PlanError(
             f"{file} has schema {meta['schema']}, this version reads {SCHEMA}",
-            advice=f"metainfer {meta.get('version', '?')} wrote it: compile again with this version",
+            advice=f"metainfer {meta.get('version', '?')} wrote it: compile again with this one",
         )
     return cast(dict[str, Any], meta)
 

@@ -14,7 +14,7 @@ from metainfer.ir.ops.record import STATEFUL, infer_types, op_def
 from metainfer.ir.printer import print_op
 from metainfer.ir.sharding import check_sharding
 from metainfer.ir.step import STEP_FIELDS
-from metainfer.ir.types import StateType, TensorType, Type
+from metainfer.ir.types import Mesh, StateType, TensorType, Type
 
 
 @dataclass
@@ -24,6 +24,7 @@ class _Scope:
     graph: str
     defined: dict[str, Value]
     has_step: bool
+    mesh: Mesh
     consumed: dict[str, Op] = field(default_factory=dict)
 
 
@@ -38,22 +39,26 @@ def verify_module(module: Module) -> None:
     blocks: dict[str, Graph] = {}
     known = {s.name for s in module.symbols}
     for graph in module.graphs:
-        verify_graph(graph, blocks=blocks, has_step=module.has_step)
+        verify_graph(graph, blocks=blocks, has_step=module.has_step, mesh=module.mesh)
         _check_symbols(graph, known)
         blocks[graph.name] = graph
     for load in module.loads:
-        verify_graph(load)
+        verify_graph(load, mesh=module.mesh)
         _check_load(load, module.graph(load.name))
 
 
 def verify_graph(
-    graph: Graph, *, blocks: Mapping[str, Graph] | None = None, has_step: bool = True
+    graph: Graph,
+    *,
+    blocks: Mapping[str, Graph] | None = None,
+    has_step: bool = True,
+    mesh: Mesh | None = None,
 ) -> None:
-    """Check one graph; ``blocks`` are those that it may call.
+    """Check one graph; ``blocks`` are those that it may call, ``mesh`` what shards must divide by.
 
     Raises: TypeMismatch naming the op and its model line.
     """
-    scope = _Scope(graph.name, {}, has_step)
+    scope = _Scope(graph.name, {}, has_step, mesh or Mesh())
     for value in (*graph.inputs, *graph.weights, *graph.states):
         _define(scope, value, None)
     for op in graph.ops:
@@ -110,7 +115,7 @@ def _check_op(op: Op, scope: _Scope, blocks: Mapping[str, Graph]) -> None:
         if not _agrees(value.type, type_):
             raise TypeMismatch(f"{value.name} is {type_}, declared {value.type}")
     if op.name not in ("fused", "call"):
-        check_sharding(op)
+        check_sharding(op, scope.mesh)
     _check_choices(op)
     for state in _overwritten(op):
         scope.consumed[state.name] = op

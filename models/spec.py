@@ -16,6 +16,8 @@ from metainfer.ir.errors import CheckpointError, MetainferError
 Kind = Literal["causal_lm", "diffusion", "module"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
+# Buffers are laid out for the greatest size: wide bounds cost memory that few calls use.
+DEFAULT_BOUNDS = (1, 256)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -81,7 +83,7 @@ class ModelSpec:
             and unequal.
         dynamic: for each input the names of its dims that vary, in order: ``(("B", "S"),)``; ""
             for a dim that is fixed; dims left out at the end are fixed. Equal names, equal sizes.
-        bounds: least and greatest size by such a name; (1, 4096) where none is given.
+        bounds: least and greatest size by such a name; (1, 256) where none is given.
         max_positions: longest sequence of a causal_lm.
         unpermute: ``(suffix of weight names, heads)`` for rows that the checkpoint keeps in GGUF's
             interleaved order of rotary pairs.
@@ -152,7 +154,7 @@ class ModelSpec:
 
     def size_bounds(self, name: str) -> tuple[int, int]:
         """Least and greatest size of a dim that varies."""
-        return self.bounds.get(name, (1, 4096))
+        return self.bounds.get(name, DEFAULT_BOUNDS)
 
     def _locate(self, what: str, location: Location | None) -> Path:
         if location is None:

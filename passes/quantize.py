@@ -53,7 +53,7 @@ def _choose(
     editor = LoadEditor(module, graph)
     current = editor.made(weight)
     stored = _stored(editor, current)
-    wanted, reason = _wanted(stored, readers, target, module.limits())
+    wanted, reason = _wanted(stored, readers, target, module.limits(), is_outer=graph == "main")
     subject = f"{weight} of {graph}"
     target.report.add(Decision("quantize", subject, wanted, reason))
     if wanted == str(current.tensor.dtype):
@@ -71,14 +71,19 @@ def _stored(editor: LoadEditor, made: Value) -> Value:
 
 
 def _wanted(
-    stored: Value, readers: Sequence[Op], target: Target, limits: Mapping[str, tuple[int, int]]
+    stored: Value,
+    readers: Sequence[Op],
+    target: Target,
+    limits: Mapping[str, tuple[int, int]],
+    *,
+    is_outer: bool,
 ) -> tuple[str, str]:
     own = stored.tensor.dtype
     request = target.strategy.weights
     if request in ("f32", "bf16"):
         return request, f"--weights {request}"
     if request in ("int8", "int4"):
-        return _requested(own, request, stored)
+        return _requested(own, request, stored, is_outer=is_outer)
     if _is_served(own, stored, readers, target, limits):
         return str(own), "the checkpoint's own format, and the device has kernels for it"
     if request == "keep":
@@ -86,8 +91,12 @@ def _wanted(
     return _nearest(own, stored, readers, target, limits)
 
 
-def _requested(own: DType, request: str, stored: Value) -> tuple[str, str]:
-    wanted = INT8 if request == "int8" else INT4
+def _requested(own: DType, request: str, stored: Value, *, is_outer: bool) -> tuple[str, str]:
+    """The format asked for; tables and heads, outside the layers, stay at 8 bits.
+
+    At 4 bits SmolLM2's tied table alone costs 0.08 of 0.084 nats a token.
+    """
+    wanted = INT8 if request == "int8" or is_outer else INT4
     if stored.tensor.shape[-1].static % 32:
         kept = "f32" if isinstance(own, Block) else str(own)
         return kept, f"--weights {request}, but rows of {stored.tensor.shape[-1]} cut blocks of 32"

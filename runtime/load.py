@@ -239,7 +239,8 @@ def _check_sizes(module: Module, env: Mapping[str, int]) -> None:
         if not symbol.low <= value <= symbol.high:
             raise CapacityError(
                 f"{symbol.name} = {value} is outside the plan's [{symbol.low}, {symbol.high}]",
-                advice="compile with larger --max-tokens, --max-sequences or --max-context",
+                advice="compile with larger --max-tokens, --max-sequences or --max-context; for a "
+                "module with other bounds",
             )
 
 

@@ -32,7 +32,7 @@ class Storage:
     ) -> None:
         self.device = device
         # One spare line, so that the first buffer starts on a cache line.
-        self._raw = torch.zeros(arena_bytes + 64, dtype=torch.uint8, device=device)
+        self._raw = _zeros((arena_bytes + 64,), torch.uint8, device)
         self.base = -(-self._raw.data_ptr() // 64) * 64
         self.arena = self._raw[self.base - self._raw.data_ptr() :]
         self._weights: dict[str, dict[str, Any]] = {}

@@ -112,6 +112,11 @@ def _clamp(s: Lowering, n: Call) -> Value:
     return x if high is None else s.emit("minimum", x, s.scalar(high))
 
 
+@lowers("expm1")
+def _expm1(s: Lowering, n: Call) -> Value:
+    return s.emit("sub", s.emit("exp", s.value(n.args[0])), s.scalar(1.0))
+
+
 @lowers("where")
 def _where(s: Lowering, n: Call) -> Value:
     x, y = promoted(s, n.args[1:3], fake(n).dtype)

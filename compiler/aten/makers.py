@@ -102,6 +102,15 @@ def _softmax(s: Lowering, n: Call) -> Value:
     return s.emit("softmax", x, dim=s.axis(n.args[1], x.tensor.rank))
 
 
+@lowers("log_softmax", "_log_softmax")
+def _log_softmax(s: Lowering, n: Call) -> Value:
+    x = s.cast(s.value(n.args[0]), scalar_name(fake(n).dtype))
+    dims = (s.axis(n.args[1], x.tensor.rank),)
+    shifted = s.emit("sub", x, s.emit("max", x, dims=dims, keep=True))
+    total = s.emit("sum", s.emit("exp", shifted), dims=dims, keep=True)
+    return s.emit("sub", shifted, s.emit("log", total))
+
+
 @lowers("cumsum")
 def _cumsum(s: Lowering, n: Call) -> Value:
     x = s.cast(s.value(n.args[0]), scalar_name(fake(n).dtype))

@@ -38,7 +38,7 @@ def promoted(s: Lowering, operands: Sequence[Any], dtype: torch.dtype) -> list[V
     name = scalar_name(dtype)
     made = []
     for operand in operands:
-        if isinstance(operand, fx.Node) and isinstance(s.values[operand], Value):
+        if isinstance(operand, fx.Node) and isinstance(s.values.get(operand), Value):
             made.append(s.cast(s.value(operand), name))
         else:
             made.append(s.scalar(number_of(s, operand), name))

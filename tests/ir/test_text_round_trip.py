@@ -106,7 +106,8 @@ def test_the_text_of_a_module_is_canonical() -> None:
     assert fused.attr == {"eps": 1e-05, "kind": "add_rms_norm"}
     assert fused.choices == (Choice("cpu.a", "T", 16), Choice("torch.b"))
     assert fused.body is not None
-    assert [v.name for v in fused.body.weights] == ["@norm1"]
+    assert [v.name for v in fused.body.inputs] == ["%a", "%b", "@norm1"]
+    assert fused.body.weights == ()
     assert block.ops[0].source == Source("models/decoder.py", 41)
     assert main.ops[0].attr["pad"] == dim("T") * 2 + 1
     assert main.ops[1].attr["bind"] == (("next_norm", "model.layers.1.norm1"),)

@@ -84,7 +84,7 @@ def test_bounds_have_a_default() -> None:
         bounds={"B": (1, 64)},
     )
     assert spec.size_bounds("B") == (1, 64)
-    assert spec.size_bounds("S") == (1, 4096)
+    assert spec.size_bounds("S") == (1, 256)
 
 
 def test_relative_paths_begin_at_the_source_file(tmp_path: Path) -> None:
