@@ -13,7 +13,7 @@ from torch import nn
 
 import metainfer
 from metainfer.backends.registry import Backends, installed
-from metainfer.compiler.attach import attach_checkpoint, header_without_weights
+from metainfer.compiler.attach import attach_checkpoint, full_weights, header_without_weights
 from metainfer.compiler.capacity import Capacity, plan_capacity
 from metainfer.compiler.capture import Captured, capture_language_model, capture_module
 from metainfer.compiler.check import pass_checker
@@ -36,7 +36,7 @@ from metainfer.models.spec import ModelSpec
 from metainfer.passes.layout import DEFAULT_PAGE
 from metainfer.passes.pipeline import Timing, run_passes
 from metainfer.passes.target import Decision, Report, Target
-from metainfer.runtime.checkpoint import Checkpoint, open_checkpoint
+from metainfer.runtime.checkpoint import Checkpoint, check_tensors, open_checkpoint
 
 Progress = Callable[[str], None]
 _TORCH = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -288,6 +288,12 @@ def _attach(given: _Input, captured: Captured, strategies: Mapping[str, Strategy
             given.report.add(Decision("weights", "checkpoint", str(assumed), reason))
         header = header_without_weights(captured.module, assumed)
     else:
+        wanted = {
+            spec.checkpoint_name(name): tuple(n.static for n in value.tensor.shape)
+            for name, value in full_weights(captured.module)
+            if name not in constants
+        }
+        check_tensors(given.checkpoint, wanted, ignore=spec.ignore)
         tensors = given.checkpoint.tensors
 
         def header(name: str) -> tuple[tuple[int, ...], DType] | None:

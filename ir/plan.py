@@ -11,7 +11,9 @@ import json
 import os
 import shutil
 import tempfile
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +30,26 @@ from metainfer.ir.strategy import PHASES
 SCHEMA = 1
 META = "plan.json"
 CONSTANTS = "constants.npz"
+
+# What the libraries that read zip archives and arrays raise for bytes that are neither.
+_DAMAGED = (
+    ValueError, KeyError, EOFError, OSError, TypeError, SyntaxError, NotImplementedError,
+    RuntimeError, MemoryError, OverflowError, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+_COUNTS = ("max_tokens", "max_sequences", "max_context", "page_size", "num_pages")
+_TEXTS = ("name", "kind", "argument", "checkpoint", "checkpoint_hash", "tokenizer")
+_REQUIRED: dict[str, type] = {
+    "model": dict,
+    **{f"model.{name}": str for name in _TEXTS},
+    "model.renames": dict,
+    "model.inputs": list,
+    "machine": dict,
+    "options": dict,
+    "phases": dict,
+    "capacity": dict,
+    **{f"capacity.{name}": int for name in _COUNTS},
+    "kernel_sources": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +126,7 @@ class Plan:
         Raises: PlanError naming the file and the difference.
         """
         meta = _read_meta(path)
-        hashes = meta.pop("files", {})
+        hashes = _file_table(path, meta.pop("files", None))
         claimed = meta.pop("hash", "")
         files: dict[str, bytes] = {}
         for name, wanted in hashes.items():
@@ -114,11 +136,9 @@ class Plan:
                 f"{path / META} was changed after the plan was made",
                 advice="compile again; decisions are changed with --pin and --forbid, not by hand",
             )
-        constants = _read_npz(files.pop(CONSTANTS)) if CONSTANTS in files else {}
-        texts = {name: data.decode() for name, data in files.items()}
-        missing = [e["file"] for e in meta["phases"].values() if e["file"] not in texts]
-        if missing:
-            raise PlanError(f"the plan at {path} lacks {missing[0]}", advice="compile again")
+        constants = _read_npz(path, files.pop(CONSTANTS)) if CONSTANTS in files else {}
+        texts = {name: _decoded(path / name, data) for name, data in files.items()}
+        _check_meta(path, meta, texts)
         return Plan(meta, texts, constants)
 
 
@@ -148,9 +168,58 @@ def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
     return buffer.getvalue()
 
 
-def _read_npz(data: bytes) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+def _read_npz(path: Path, data: bytes) -> dict[str, np.ndarray]:
+    """Arrays of numbers: pickled objects, which could run code, are refused."""
+    arrays: dict[str, np.ndarray] = {}
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for name in archive.namelist():
+                entry = io.BytesIO(archive.read(name))
+                arrays[name.removesuffix(".npy")] = np.lib.format.read_array(
+                    entry, allow_pickle=False
+                )
+    except _DAMAGED as error:
+        raise PlanError(
+            f"{path / CONSTANTS} holds no arrays of numbers: {error}", advice="compile again"
+        ) from error
+    return arrays
+
+
+def _decoded(file: Path, data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{file} is no text: {error}", advice="compile again") from error
+
+
+def _file_table(path: Path, table: Any) -> dict[str, str]:
+    if isinstance(table, dict) and all(isinstance(v, str) for v in table.values()):
+        return cast(dict[str, str], table)
+    raise _misses(path, "files")
+
+
+def _check_meta(path: Path, meta: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    """Require all that readers of a plan take for given."""
+    for place, kind in _REQUIRED.items():
+        found: Any = meta
+        for key in place.split("."):
+            found = found.get(key) if isinstance(found, dict) else None
+        if not isinstance(found, kind) or isinstance(found, bool):
+            raise _misses(path, place)
+    phases = meta["phases"]
+    if not phases or not set(phases) <= set(PHASES):
+        raise _misses(path, "phases")
+    for phase, entry in phases.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("file"), str):
+            raise _misses(path, f"phases.{phase}.file")
+        if entry["file"] not in texts:
+            raise PlanError(f"the plan at {path} lacks {entry['file']}", advice="compile again")
+
+
+def _misses(path: Path, place: str) -> PlanError:
+    return PlanError(
+        f"{path / META} is no plan: {place} is not as it must be", advice="compile again"
+    )
 
 
 def _write_folder(path: Path, files: Mapping[str, bytes]) -> None:
@@ -165,14 +234,28 @@ def _write_folder(path: Path, files: Mapping[str, bytes]) -> None:
                 os.fsync(out.fileno())
         os.chmod(temporary, 0o755)
         if path.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-            os.rename(path, retired / path.name)
-            os.rename(temporary, path)
-            shutil.rmtree(retired)
+            _replace_folder(path, temporary)
         else:
             os.rename(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace_folder(path: Path, by: Path) -> None:
+    """Put a folder in another's place; the old one comes back if that fails."""
+    retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    try:
+        os.rename(path, retired / path.name)
+        try:
+            os.rename(by, path)
+        except BaseException:
+            os.rename(retired / path.name, path)
+            raise
+    except BaseException:
+        # Fails if the old plan could not be put back: it stays, hidden, rather than be lost.
+        retired.rmdir()
+        raise
+    shutil.rmtree(retired)
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
@@ -184,7 +267,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
         )
     try:
         meta = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise PlanError(f"{file} cannot be read: {error}", advice="compile again") from error
     if not isinstance(meta, dict) or "schema" not in meta:
         raise PlanError(f"{file} is no plan: it states no schema", advice="compile again")
@@ -197,13 +280,16 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _read_checked(path: Path, name: str, wanted: str) -> bytes:
-    if Path(name).name != name:
-        raise PlanError(f"the plan at {path} names a file outside itself: {name!r}")
+    if Path(name).name != name or name == ".." or "\0" in name or (path / name).is_symlink():
+        raise PlanError(
+            f"the plan at {path} names a file outside itself: {name!r}", advice="compile again"
+        )
     try:
         data = (path / name).read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise PlanError(
-            f"{path / name} cannot be read: {error.strerror}", advice="compile again"
+            f"{path / name} cannot be read: {getattr(error, 'strerror', None) or error}",
+            advice="compile again",
         ) from error
     found = hashlib.sha256(data).hexdigest()
     if found != wanted:

@@ -43,7 +43,8 @@ def check_tensors(
         f"the checkpoint's tensors are not those of the model: {len(missing)} missing, "
         f"{len(extra)} extra, {len(misshapen)} misshapen",
         text="\n".join(lines),
-        advice="check that checkpoint and model are of the same architecture and size",
+        advice="check that checkpoint and model are of the same architecture and size"
+        + ("; tensors of no use to the model are named by ModelSpec(ignore=...)" if extra else ""),
     )
 
 
