@@ -89,19 +89,18 @@ def plan_capacity(
     terms = [_weights(modules, flats, backends), *_buffers(modules, flats, device, backends)]
     budget = int(device.usable_bytes * options.memory_fraction)
     fixed = sum(t.bytes for t in terms)
-    if fixed > budget:
-        raise _does_not_fit(terms, fixed, budget, device)
     page_size, page_bytes = _pages(next(iter(flats.values())))
+    context = options.max_context or 1
+    # One sequence must fit, and the null page.
+    needed = fixed + (-(-context // page_size) + 1) * page_bytes if page_size else fixed
+    if needed > budget:
+        raise _does_not_fit(terms, needed, budget, device, context=context if page_size else 0)
     if not page_size:
         return Capacity(
             tuple(terms), device.memory_bytes, budget, 0, 0, 0, 0, 0, options.max_tokens, 0
         )
     affordable = (budget - fixed) // page_bytes
     wanted = -(-max_context // page_size)
-    least = -(-(options.max_context or 1) // page_size)
-    if affordable < least + 1:
-        missing = fixed + (least + 1) * page_bytes
-        raise _does_not_fit(terms, missing, budget, device, context=options.max_context or 1)
     per_sequence = min(wanted, affordable - 1)
     num_pages = min(affordable, per_sequence * options.max_sequences + 1)
     context = min(max_context, per_sequence * page_size)
