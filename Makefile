@@ -17,7 +17,7 @@ demo: $(VENV)/demo
 	$(BIN)/metainfer run $(DEMO_PLAN) "$(QUESTION)" --max-new-tokens $(NEW_TOKENS) $(DEMO_ARGS)
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: lint types pytest
 

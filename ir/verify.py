@@ -24,7 +24,7 @@ class _Scope:
     graph: str
     defined: dict[str, Value]
     has_step: bool
-    mesh: Mesh
+    mesh: Mesh | None
     consumed: dict[str, Op] = field(default_factory=dict)
 
 
@@ -58,7 +58,7 @@ def verify_graph(
 
     Raises: TypeMismatch naming the op and its model line.
     """
-    scope = _Scope(graph.name, {}, has_step, mesh or Mesh())
+    scope = _Scope(graph.name, {}, has_step, mesh)
     for value in (*graph.inputs, *graph.weights, *graph.states):
         _define(scope, value, None)
     for op in graph.ops:
@@ -108,7 +108,7 @@ def _check_defined(scope: _Scope, value: Value, op: Op | None) -> None:
 def _check_op(op: Op, scope: _Scope, blocks: Mapping[str, Graph]) -> None:
     for value in op.operands:
         _check_defined(scope, value, op)
-    wanted = _result_types(op, blocks)
+    wanted = _result_types(op, blocks, scope.mesh)
     if len(wanted) != len(op.results):
         raise TypeMismatch(f"{op.name} makes {len(wanted)} results, {len(op.results)} are named")
     for value, type_ in zip(op.results, wanted, strict=True):
@@ -123,11 +123,11 @@ def _check_op(op: Op, scope: _Scope, blocks: Mapping[str, Graph]) -> None:
         _define(scope, value, op)
 
 
-def _result_types(op: Op, blocks: Mapping[str, Graph]) -> Sequence[Type]:
+def _result_types(op: Op, blocks: Mapping[str, Graph], mesh: Mesh | None) -> Sequence[Type]:
     if op.name == "call":
         return _call_types(op, blocks)
     if op.name == "fused":
-        return _fused_types(op)
+        return _fused_types(op, mesh)
     if op.body is not None:
         raise TypeMismatch(f"{op.name} cannot hold a body")
     return infer_types(op.name, [v.type for v in op.operands], op.attr)
@@ -142,13 +142,13 @@ def _call_types(op: Op, blocks: Mapping[str, Graph]) -> Sequence[Type]:
     return [v.type for v in block.outputs]
 
 
-def _fused_types(op: Op) -> Sequence[Type]:
+def _fused_types(op: Op, mesh: Mesh | None) -> Sequence[Type]:
     if op.body is None or "kind" not in op.attr:
         raise TypeMismatch("a fused group carries its kind and its body")
     _check_arguments(f"body of {op.attr['kind']}", op.body.inputs, op.operands)
     if op.body.weights or op.body.states:
         raise TypeMismatch("the body of a fused group takes weights and states as inputs")
-    verify_graph(op.body)
+    verify_graph(op.body, mesh=mesh)
     return [v.type for v in op.body.outputs]
 
 
