@@ -136,6 +136,15 @@ def _rows_of(type_: TensorType) -> Dim:
     return rows
 
 
+def _fixed_width(query: Query) -> str | None:
+    shape = query.tensor(0).shape
+    return None if shape and shape[-1].is_static else f"{query.tensor(0)}"
+
+
+# Commands hold the width of a row as a number; only how many rows there are may vary.
+FIXED_WIDTH = Constraint("rows of a fixed width", _fixed_width)
+
+
 # --- embeddings and rows -----------------------------------------------------------------------
 
 
@@ -180,7 +189,7 @@ def _rows() -> list[Kernel]:
             f"cpu.{name}",
             op,
             "cpu",
-            (CPU, *requires, dense()),
+            (CPU, *requires, FIXED_WIDTH, dense()),
             efficiency=_STREAM,
             binder=CpuBinder(emit),
         )
@@ -311,7 +320,7 @@ def _pointwise() -> list[Kernel]:
                 f"cpu.{function}",
                 op,
                 "cpu",
-                (CPU, *f32(0), *requires, dense(0)),
+                (CPU, *f32(0), *requires, FIXED_WIDTH, dense(0)),
                 efficiency=_STREAM,
                 binder=CpuBinder(emitters.unary(function)),
             )
@@ -323,7 +332,7 @@ def _pointwise() -> list[Kernel]:
                 f"cpu.{function}",
                 function,
                 "cpu",
-                (CPU, *f32(0, 1), shapes, dense(0, 1)),
+                (CPU, *f32(0, 1), FIXED_WIDTH, shapes, dense(0, 1)),
                 efficiency=_STREAM,
                 binder=CpuBinder(emitters.binary(function)),
             )
