@@ -17,6 +17,7 @@ from metainfer.ir.flatten import flatten
 from metainfer.ir.graph import Module
 from metainfer.ir.interpret import unify
 from metainfer.ir.plan import Plan
+from metainfer.ir.verify import verify_module
 from metainfer.runtime.checkpoint import open_checkpoint
 from metainfer.runtime.executor import Measured, PhaseExecutor
 from metainfer.runtime.storage import Storage
@@ -201,6 +202,9 @@ def _executors(
 ) -> dict[str, PhaseExecutor]:
     device = machine.device(0)
     modules = {phase: plan.module(phase) for phase in plan.phases}
+    for module in modules.values():
+        # Kernels trust shapes and write by address: a plan from elsewhere must not mislead them.
+        verify_module(module)
     flats = {phase: flatten(m) for phase, m in modules.items()}
     arenas = {
         phase: plan_arena(
