@@ -20,6 +20,7 @@ from metainfer.ir.plan import Plan
 from metainfer.ir.verify import verify_module
 from metainfer.runtime.checkpoint import open_checkpoint
 from metainfer.runtime.executor import Measured, PhaseExecutor
+from metainfer.runtime.legality import check_kernels
 from metainfer.runtime.storage import Storage
 from metainfer.runtime.weights import (
     Provider,
@@ -205,6 +206,7 @@ def _executors(
     for module in modules.values():
         # Kernels trust shapes and write by address: a plan from elsewhere must not mislead them.
         verify_module(module)
+        check_kernels(module, device, backends)
     flats = {phase: flatten(m) for phase, m in modules.items()}
     arenas = {
         phase: plan_arena(

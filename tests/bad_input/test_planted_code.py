@@ -251,6 +251,25 @@ def test_kernels_come_from_the_registry_only(forged: Forger, sentinel: Path, ker
     assert "unknown kernel" in error.what or "line" in error.origin, str(error)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("cpu.rms_norm", "cpu.linear_f32", "it implements linear, the group is rms_norm"),
+        ("cpu.linear_f32}", "cpu.rms_norm}", "it implements rms_norm, the group is linear"),
+        ("cpu.linear_f32}", "torch.linear_f32}", "wanted operand 1 as plain, found cpu.f32_n16"),
+    ],
+)
+def test_kernels_of_other_groups_are_refused(
+    forged: Forger, sentinel: Path, old: str, new: str, words: str
+) -> None:
+    """A kernel that is given what it does not expect would write where it must not."""
+    forged.edit("stage0.decode.mir", old, new)
+    error = attempt(forged.seal())
+    assert isinstance(error, PlanError)
+    assert words in str(error)
+    assert "main" in error.what
+
+
 EDITS = [
     ("eps = 1e-06", "eps = {code}"),
     ("eps = 1e-06", 'eps = "{code}"'),
