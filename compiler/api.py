@@ -13,7 +13,12 @@ from torch import nn
 
 import metainfer
 from metainfer.backends.registry import Backends, installed
-from metainfer.compiler.attach import attach_checkpoint, full_weights, header_without_weights
+from metainfer.compiler.attach import (
+    Header,
+    attach_checkpoint,
+    full_weights,
+    header_without_weights,
+)
 from metainfer.compiler.capacity import Capacity, plan_capacity
 from metainfer.compiler.capture import Captured, capture_language_model, capture_module
 from metainfer.compiler.check import pass_checker
@@ -280,6 +285,7 @@ def _dims_of(spec: ModelSpec, index: int, tensor: torch.Tensor) -> list[str]:
 def _attach(given: _Input, captured: Captured, strategies: Mapping[str, Strategy]) -> Module:
     spec = given.spec
     activations = parse_dtype(next(iter(strategies.values())).activations)
+    header: Header
     constants = {n: (tuple(t.shape), _dtype_of(t)) for n, t in captured.constants.items()}
     if given.checkpoint is None:
         assumed = activations if spec.dtype is None else parse_dtype(spec.dtype)
@@ -296,9 +302,11 @@ def _attach(given: _Input, captured: Captured, strategies: Mapping[str, Strategy
         check_tensors(given.checkpoint, wanted, ignore=spec.ignore)
         tensors = given.checkpoint.tensors
 
-        def header(name: str) -> tuple[tuple[int, ...], DType] | None:
+        def stored(name: str) -> tuple[tuple[int, ...], DType] | None:
             info = tensors.get(spec.checkpoint_name(name))
             return (info.shape, info.dtype) if info is not None else None
+
+        header = stored
 
     def with_constants(name: str) -> tuple[tuple[int, ...], DType] | None:
         return constants.get(name) or header(name)

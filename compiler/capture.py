@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch._decomp import get_decompositions
 
 from metainfer.compiler.aten import ATEN
 from metainfer.compiler.blocks import Flat, split_blocks
@@ -148,7 +149,7 @@ def _known_ops_only(program: torch.export.ExportedProgram) -> torch.export.Expor
         return program
     table = torch.export.default_decompositions()
     # Ops of the core set have no entry there, but most have a decomposition elsewhere.
-    core = torch._decomp.get_decompositions([op for op in unknown if op not in table])
+    core = get_decompositions([op for op in unknown if op not in table])
     chosen: dict[Any, Any] = dict(core)
     chosen.update((op, table[op]) for op in unknown if op in table)
     return program.run_decompositions(chosen)

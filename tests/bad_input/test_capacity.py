@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from metainfer.ir.errors import CapacityError
 from metainfer.runtime.load import load
 from metainfer.runtime.sampling import SamplingParams
 
-SMALL = {"max_tokens": 16, "max_sequences": 2, "max_context": 32}
+SMALL: dict[str, Any] = {"max_tokens": 16, "max_sequences": 2, "max_context": 32}
 
 
 def machine_with(usable: int) -> Machine:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from metainfer.ir.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
 Q = "model.layers.0.self_attn.q_proj.weight"
-SMALL = {"max_tokens": 16, "max_sequences": 2, "max_context": 32}
+SMALL: dict[str, Any] = {"max_tokens": 16, "max_sequences": 2, "max_context": 32}
 
 
 def missing(tensors: Tensors) -> None:

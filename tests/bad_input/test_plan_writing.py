@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -19,7 +20,7 @@ from metainfer.cli.app import app
 from metainfer.ir.errors import PlanError
 from metainfer.ir.plan import Plan
 
-SMALL = {"max_tokens": 16, "max_sequences": 2, "max_context": 32}
+SMALL: dict[str, Any] = {"max_tokens": 16, "max_sequences": 2, "max_context": 32}
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
