@@ -20,7 +20,7 @@ from metainfer.compiler.attach import (
     header_without_weights,
 )
 from metainfer.compiler.capacity import Capacity, plan_capacity
-from metainfer.compiler.capture import Captured, capture_language_model, capture_module
+from metainfer.compiler.capture import Captured, built, capture_language_model, capture_module
 from metainfer.compiler.check import pass_checker
 from metainfer.compiler.cost import CostModel
 from metainfer.compiler.overrides import check_applied, check_overrides
@@ -263,7 +263,7 @@ def _capture(
             f"models of kind {spec.kind!r} cannot be compiled yet",
             advice="use kind='causal_lm', or kind='module' with example_inputs",
         )
-    model = instance if instance is not None else spec.build()
+    model = instance if instance is not None else built(spec.build)
     if strategy.activations != "f32":
         model = model.to(dtype)
     inputs = [_to_dtype(t, dtype) for t in spec.example_inputs()]

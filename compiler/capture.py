@@ -5,6 +5,8 @@ and a read of a paged state; positions and sampled rows come from the step recor
 needed.
 """
 
+import contextlib
+import io
 import linecache
 import traceback
 import warnings
@@ -62,7 +64,7 @@ def capture_language_model(
     Raises: Unsupported or TypeMismatch with the model's line.
     """
     with torch.device("meta"):
-        model = build().to(dtype).eval()
+        model = built(build).to(dtype).eval()
     tokens = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int32, device="meta")
     size = torch.export.Dim("T", min=1, max=max(max_tokens, _EXAMPLE_TOKENS + 1))
     program = _export(model, (tokens, torch.zeros_like(tokens)), ({0: size}, {0: size}))
@@ -77,6 +79,31 @@ def capture_language_model(
         step_symbols(max_tokens, max_sequences, max_pages), True,
     )  # fmt: skip
     return Captured(split_blocks(flat, model), _constants(model, program), ("tokens",))
+
+
+def built(build: Callable[[], nn.Module]) -> nn.Module:
+    """The module that a ModelSpec builds.
+
+    Raises: MetainferError naming the line that fails, or what was returned instead of a module.
+    """
+    try:
+        made = build()
+    except MetainferError:
+        raise
+    except Exception as error:  # the user's code raises what it likes
+        origin, text = _place_of(error)
+        raise MetainferError(
+            f"build() of the ModelSpec fails: {type(error).__name__}: {error}",
+            text=text,
+            origin=origin,
+            advice="ModelSpec(build=...) must return the module when it is called alone",
+        ) from error
+    if isinstance(made, nn.Module):
+        return made
+    raise MetainferError(
+        f"build() of the ModelSpec returns a {type(made).__name__}, wanted an nn.Module",
+        advice="write build=lambda: MyModule()",
+    )
 
 
 def capture_module(
@@ -121,7 +148,9 @@ def _export(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], dynamic: tuple[Any, ...]
 ) -> torch.export.ExportedProgram:
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        # NOTE: torch prints what it traced to stderr when it gives up; the message says where.
+        quiet = contextlib.redirect_stderr(io.StringIO())
+        with torch.no_grad(), warnings.catch_warnings(), quiet:
             warnings.simplefilter("ignore")
             program = torch.export.export(
                 model,
@@ -155,20 +184,25 @@ def _known_ops_only(program: torch.export.ExportedProgram) -> torch.export.Expor
     return program.run_decompositions(chosen)
 
 
-def _export_error(model: nn.Module, error: Exception) -> Unsupported:
-    frames = traceback.extract_tb(error.__traceback__)
+def _place_of(error: Exception) -> tuple[str, str]:
+    """(file:line, text) of the innermost frame of the user's code, ("", "") without one."""
     mine = [
         f
-        for f in frames
-        if "/torch/" not in f.filename and "/compiler/capture.py" not in f.filename
+        for f in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in f.filename
+        and "/compiler/capture.py" not in f.filename
+        and not f.filename.startswith("<")
     ]
-    mine = [f for f in mine if not f.filename.startswith("<")]
+    if not mine:
+        return "", ""
+    line = linecache.getline(mine[-1].filename, mine[-1].lineno or 0).strip()
+    return f"{shown_path(mine[-1].filename)}:{mine[-1].lineno}", line
+
+
+def _export_error(model: nn.Module, error: Exception) -> Unsupported:
     kind = type(error).__name__
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else kind
-    origin, text = "", ""
-    if mine:
-        origin = f"{shown_path(mine[-1].filename)}:{mine[-1].lineno}"
-        text = linecache.getline(mine[-1].filename, mine[-1].lineno or 0).strip()
+    origin, text = _place_of(error)
     if "DataDependent" in kind or "data-dependent" in str(error).lower():
         return Unsupported(
             f"{type(model).__name__}: control flow or a size depends on data",

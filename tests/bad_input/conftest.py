@@ -2,12 +2,14 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hf_checkpoints import make_checkpoint
 from plan_forger import Forger
+from refusals import Refusal, refuse
 
 import metainfer
 
@@ -43,3 +45,15 @@ def forged(plan: Path, tmp_path: Path) -> Forger:
 def listing() -> Callable[[Path], list[str]]:
     """Every name in a folder, hidden ones too."""
     return lambda folder: sorted(p.name for p in folder.iterdir())
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Callable[..., Refusal]:
+    """Run a verb that must be refused and leave the test's folder as it was."""
+    return partial(refuse, tmp_path)
+
+
+@pytest.fixture
+def damaged(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model, to be damaged."""
+    return shutil.copytree(tiny, tmp_path / "damaged")
