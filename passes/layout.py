@@ -8,11 +8,11 @@ in two packings is held twice, and the report says what the copy costs. Page siz
 jointly: the one that most kernels take, raised or lowered before a fast kernel is given up.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from metainfer.backends.kernel import Kernel
+from metainfer.backends.kernel import Kernel, Query
 from metainfer.ir.graph import Graph, Module, Op, Value
 from metainfer.ir.types import StateType, TensorType
 from metainfer.passes.candidates import (
@@ -181,11 +181,17 @@ def _choose_pages(module: Module, target: Target) -> Module:
 
 def _page_size(module: Module, target: Target) -> tuple[int, str, str]:
     """The page size at which the groups that touch states are cheapest in sum."""
-    if target.options.page_size or target.strategy.page_size:
-        fixed = target.options.page_size or target.strategy.page_size
-        return fixed, "as asked for, or as the other phase chose", "info"
     scores = {size: _page_cost(module, size, target) for size in PAGE_SIZES}
     best = min(PAGE_SIZES, key=lambda size: (scores[size], size))
+    fixed = target.options.page_size or target.strategy.page_size
+    losses = _page_losses(module, fixed or best, target)
+    if fixed:
+        reason = "as asked for" if target.options.page_size else "as the other phase chose"
+        if not losses:
+            return fixed, reason, "info"
+        return fixed, f"{reason}; page {best} costs least. {'; '.join(losses)}", "fallback"
+    if losses:
+        return best, f"no page size suits every group. {'; '.join(losses)}", "fallback"
     if best == DEFAULT_PAGE:
         return best, "kernels take it, and small pages waste least", "info"
     gain = scores[DEFAULT_PAGE] - scores[best]
@@ -197,23 +203,55 @@ def _page_size(module: Module, target: Target) -> tuple[int, str, str]:
 
 
 def _page_cost(module: Module, size: int, target: Target) -> float:
+    total = 0.0
+    for _, query, candidates, env in _page_groups(module, size, target):
+        usable = [c for c in candidates if c.is_usable]
+        made = [c for c in usable if not c.kernel.generic] or usable
+        # A size that leaves only generic kernels must lose to any that leaves a made one.
+        penalty = 0.0 if made and not made[0].kernel.generic else 1.0
+        costs = [cost_of(c, query, target, env).seconds for c in made]
+        total += min(costs, default=10.0) + penalty
+    return total
+
+
+def _page_losses(module: Module, size: int, target: Target) -> list[str]:
+    """Per group that loses its cheapest kernel to the page size: which, and what that costs."""
+    found: dict[str, None] = {}
+    for group, query, candidates, env in _page_groups(module, size, target):
+        taken = [cost_of(c, query, target, env).seconds for c in candidates if c.is_usable]
+        for candidate in candidates:
+            if candidate.is_usable or candidate.ban or not _refuses_pages(candidate):
+                continue
+            saved = (
+                min(taken, default=float("inf")) - cost_of(candidate, query, target, env).seconds
+            )
+            if saved > 0:
+                wants = candidate.refusals[0].constraint
+                found[f"{group}: {candidate.kernel.name} wants {wants}, {saved * 1e6:.1f} us"] = (
+                    None
+                )
+    return list(found)
+
+
+def _refuses_pages(candidate: Candidate) -> bool:
+    """Whether the page size is all that the kernel refuses."""
+    return all(r.constraint.startswith("page size") for r in candidate.refusals)
+
+
+def _page_groups(
+    module: Module, size: int, target: Target
+) -> Iterator[tuple[str, Query, tuple[Candidate, ...], Mapping[str, int]]]:
+    """Groups that touch states, with their candidates at a page size and typical sizes."""
     changed = with_page_size(module, size)
     limits = changed.limits()
     env = sample_sizes(target, limits)[-1]
-    total = 0.0
     for graph in changed.graphs:
         strided = strided_of(graph)
         for op in graph.ops:
             if op.is_call or not any(v.is_state for v in op.operands):
                 continue
             query = query_of(op, target, limits, strided)
-            usable = [c for c in candidates_of(op, query, target) if c.is_usable]
-            made = [c for c in usable if not c.kernel.generic] or usable
-            # A size that leaves only generic kernels must lose to any that leaves a made one.
-            penalty = 0.0 if made and not made[0].kernel.generic else 1.0
-            costs = [cost_of(c, query, target, env).seconds for c in made]
-            total += min(costs, default=10.0) + penalty
-    return total
+            yield f"{op.name} of {graph.name}", query, candidates_of(op, query, target), env
 
 
 def with_page_size(module: Module, size: int) -> Module:
