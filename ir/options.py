@@ -63,16 +63,25 @@ class Options:
                 )
         for name in ("max_tokens", "max_sequences"):
             if getattr(self, name) < 1:
-                raise OptionError(f"{name} = {getattr(self, name)} must be at least 1")
+                raise OptionError(
+                    f"{name} = {getattr(self, name)} must be at least 1", advice="give a larger one"
+                )
         if self.max_sequences > self.max_tokens:
             raise OptionError(
                 f"max_sequences = {self.max_sequences} is more than max_tokens = {self.max_tokens}",
                 advice="a decode step holds one token of each sequence: raise max_tokens",
             )
-        if self.max_context < 0 or self.page_size < 0:
-            raise OptionError("max_context and page_size cannot be negative")
+        for name in ("max_context", "page_size"):
+            if getattr(self, name) < 0:
+                raise OptionError(
+                    f"{name} = {getattr(self, name)} is negative",
+                    advice="leave it at 0 to let the compiler choose",
+                )
         if not 0 < self.memory_fraction <= 1:
-            raise OptionError(f"memory_fraction = {self.memory_fraction} is not in (0, 1]")
+            raise OptionError(
+                f"memory_fraction = {self.memory_fraction} is not in (0, 1]",
+                advice="0.9 leaves a tenth of the device to others",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a plan."""
