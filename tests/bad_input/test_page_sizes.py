@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import metainfer
-from metainfer.backends.kernel import Kernel, Registry, attr_is, page_size_in
+from metainfer.backends.kernel import Constraint, Kernel, Query, Registry, page_size_in
 from metainfer.backends.registry import installed
 from metainfer.compiler.attach import attach_checkpoint, header_without_weights
 from metainfer.compiler.capture import capture_language_model
@@ -41,6 +41,14 @@ def captured() -> Module:
     return attach_checkpoint(module, header_without_weights(module, F32), lambda name: 0)
 
 
+def for_window(window: int) -> Constraint:
+    def check(query: Query) -> str | None:
+        found = query.op.attr.get("window", 0)
+        return None if found == window else str(found)
+
+    return Constraint(f"window is {window}", check)
+
+
 def target_with(pages: Sequence[Sequence[int]]) -> Target:
     """Only kernels for one window each, each with its own page sizes, and the generic one."""
     kernels = Registry()
@@ -50,7 +58,7 @@ def target_with(pages: Sequence[Sequence[int]]) -> Target:
     made = installed().kernels.get("cpu.attention_paged")
     others = tuple(c for c in made.requires if not c.text.startswith("page size"))
     for window, sizes in zip(WINDOWS, pages, strict=True):
-        requires = (*others, attr_is("window", window), page_size_in(1, *sizes))
+        requires = (*others, for_window(window), page_size_in(1, *sizes))
         kernels.add(replace(made, name=f"test.window_{window}", requires=requires))
     assert any(isinstance(k, Kernel) and k.generic for k in kernels.candidates("attention"))
     strategy = Strategy("decode", typical=(("P", 32),))
