@@ -86,7 +86,10 @@ def plan_capacity(
     Raises: CapacityError naming the bytes missing and the devices over which it would fit.
     """
     flats = {phase: flatten(m) for phase, m in modules.items()}
-    terms = [_weights(modules, flats, backends), *_buffers(modules, flats, device, backends)]
+    terms = [
+        _weights(modules, flats, backends),
+        *_buffers(modules, flats, device, backends, max_context),
+    ]
     budget = int(device.usable_bytes * options.memory_fraction)
     fixed = sum(t.bytes for t in terms)
     page_size, page_bytes = _pages(next(iter(flats.values())))
@@ -174,7 +177,7 @@ def resident_bytes(type_: TensorType, backends: Backends) -> int:
 
 def _buffers(
     modules: Mapping[str, Module], flats: Mapping[str, FlatModule], device: Device,
-    backends: Backends,
+    backends: Backends, max_context: int,
 ) -> list[Term]:  # fmt: skip
     sizes, scratch = {}, {}
     for phase, module in modules.items():
@@ -183,7 +186,7 @@ def _buffers(
         sizes[phase] = arena.size - arena.workspace_size
         scratch[phase] = arena.workspace_size
     largest = max(sizes, key=lambda p: sizes[p])
-    tables = max(rope_table_bytes(flats[p], modules[p]) for p in modules)
+    tables = max(rope_table_bytes(flats[p], max_context) for p in modules)
     terms = [
         Term("activations", max(sizes.values()), f"largest step of {largest}, packed by lifetime"),
         Term("scratch", max(scratch.values()), "workspace of kernels"),
@@ -193,18 +196,16 @@ def _buffers(
     return terms
 
 
-def rope_table_bytes(flat: FlatModule, module: Module) -> int:
+def rope_table_bytes(flat: FlatModule, positions: int) -> int:
     """Bytes of the cosine and sine tables that the CPU kernels read."""
-    high = dict(module.limits()).get("P", (0, 0))[1]
     seen: dict[tuple[Any, ...], int] = {}
     for item in flat.ops:
-        page = max((v.state.page_size for v in item.op.operands if v.is_state), default=0)
         bodies = item.op.body.ops if item.op.body is not None else (item.op,)
         for op in bodies:
             if op.name == "rope":
                 attrs = op_def("rope").complete(op.attr)
                 width = int(attrs["width"]) or op.operands[0].tensor.shape[-1].static  # type: ignore[arg-type]
-                seen[tuple(sorted(attrs.items())), width] = 4 * width * high * max(page, 1)
+                seen[tuple(sorted(attrs.items())), width] = 4 * width * positions
     return sum(seen.values())
 
 
