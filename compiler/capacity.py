@@ -186,7 +186,7 @@ def _buffers(
         sizes[phase] = arena.size - arena.workspace_size
         scratch[phase] = arena.workspace_size
     largest = max(sizes, key=lambda p: sizes[p])
-    tables = max(rope_table_bytes(flats[p], max_context) for p in modules)
+    tables = max(rope_table_bytes(flats[p], max_context, backends) for p in modules)
     terms = [
         Term("activations", max(sizes.values()), f"largest step of {largest}, packed by lifetime"),
         Term("scratch", max(scratch.values()), "workspace of kernels"),
@@ -196,10 +196,12 @@ def _buffers(
     return terms
 
 
-def rope_table_bytes(flat: FlatModule, positions: int) -> int:
+def rope_table_bytes(flat: FlatModule, positions: int, backends: Backends) -> int:
     """Bytes of the cosine and sine tables that the CPU kernels read."""
     seen: dict[tuple[Any, ...], int] = {}
     for item in flat.ops:
+        if not any(backends.kernels.get(c.kernel).backend == "cpu" for c in item.op.choices):
+            continue
         bodies = item.op.body.ops if item.op.body is not None else (item.op,)
         for op in bodies:
             if op.name == "rope":
