@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from metainfer.compiler.aten.table import Call, argument, lowers
-from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name
+from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name, target_name
 from metainfer.ir.dims import dim
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Value
@@ -52,7 +52,11 @@ def _conv2d(s: Lowering, n: Call) -> Value:
     stride, padding = (
         _pair(argument(n, i, k, d)) for i, k, d in ((3, "stride", 1), (4, "padding", 0))
     )
-    groups = argument(n, 6, "groups", 1)
+    # aten.convolution is the general form: (..., dilation, transposed, output_padding, groups).
+    is_general = target_name(n) == "aten.convolution"
+    if is_general and argument(n, 6, "transposed", False):
+        raise Unsupported("a transposed convolution", advice="upsample, then convolve")
+    groups = argument(n, 8 if is_general else 6, "groups", 1)
     return s.emit("conv2d", *operands, stride=stride, padding=padding, groups=groups)
 
 

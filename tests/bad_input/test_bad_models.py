@@ -94,6 +94,13 @@ def test_an_op_that_is_not_known(refused, tmp_path: Path, model, line: str, op: 
     assert "add the op" in found.advice
 
 
+def test_a_transposed_convolution(refused, tmp_path: Path, model) -> None:
+    line = "return torch.nn.functional.conv_transpose2d(x[None, None], x[:2, :2][None, None])"
+    found = refused("compile", model(line), "--out", tmp_path / "p")
+    assert found.what == "a transposed convolution"
+    assert f"model.py:{FIRST}" in found.text
+
+
 def test_an_op_of_someone_elses_library(refused, tmp_path: Path, model) -> None:
     file = model("return torch.ops.bad_input_test.twice(x)")
     registered = (
