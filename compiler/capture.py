@@ -309,7 +309,7 @@ def _structured(kv_dtype: str) -> dict[str, Any]:
     """Lowerings of `models.functional`; without ``kv_dtype`` attention stays dense."""
     table: dict[str, Any] = {
         f"metainfer.{name}": _same_name(name)
-        for name in ("rms_norm", "rope", "silu_mul", "gelu_mul")
+        for name in ("rms_norm", "rope", "silu_mul", "gelu_mul", "experts")
     }
     table["metainfer.sample_rows"] = _sample_rows if kv_dtype else _whole_rows
     table["metainfer.attention"] = _paged(kv_dtype) if kv_dtype else _dense_attention

@@ -11,6 +11,10 @@ A rule has named dims, one term per operand, then one per result::
 - ``K+`` is contracted: where it is sharded, the results are pending sums ("partial").
 - ``; sums 0 | 1 2`` names the operands that let a pending sum through: operand 0 alone, or 1 and
   2 together; ``sums all`` needs every operand pending over the same axis.
+- ``; times 0 2`` names operands that the sum multiplies: they may lack a contracted dim. Any other
+  operand that lacks it (a bias) would be added once per rank.
+- ``; index 1 E`` names an operand that holds row numbers of dim E: where E is sharded, each rank
+  needs them in its own numbering, -1 for rows of other ranks (the op ``local_index``).
 - ``...=`` is short for an elementwise op of any number of operands, ``...=+`` adds ``; sums all``.
 - A rule of the form ``partial => dim`` is a collective over the axis named by the attribute
   ``axis``: ``partial``, ``whole``, or the attribute that holds the number of the sharded dim.
@@ -18,7 +22,7 @@ A rule has named dims, one term per operand, then one per result::
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 _DIM = re.compile(r"(?P<name>\w+)(?P<mark>[!+]?)")
@@ -72,6 +76,8 @@ class Rule:
         results: one term per result.
         sums: sets of operands through which a pending sum passes.
         sums_all: whether it passes through all operands together.
+        times: operands that may lack a contracted dim.
+        index: operands that hold row numbers, each with the name of the dim that they count.
         elementwise: whether the terms are "..." for any number of operands.
     """
 
@@ -80,6 +86,8 @@ class Rule:
     results: tuple[Term, ...] = ()
     sums: tuple[frozenset[int], ...] = ()
     sums_all: bool = False
+    times: frozenset[int] = frozenset()
+    index: tuple[tuple[int, str], ...] = ()
     elementwise: bool = False
 
     def operand(self, index: int) -> Term:
@@ -89,6 +97,10 @@ class Rule:
     def result(self, index: int) -> Term:
         """Term of a result."""
         return Term((), leading=True) if self.elementwise else self.results[index]
+
+    def multiplies(self, operand: int) -> bool:
+        """Whether an operand may lack a contracted dim, since it is no summand."""
+        return operand in self.times or operand in dict(self.index)
 
     def passes(self, pending: frozenset[int], count: int) -> bool:
         """Whether sums pending in exactly these of ``count`` operands pass through."""
@@ -103,21 +115,31 @@ def parse_rule(text: str) -> Rule:
     """
     if text in ("...=", "...=+"):
         return Rule(text, sums_all=text.endswith("+"), elementwise=True)
-    body, _, sums = text.partition(";")
+    body, *clauses = text.split(";")
     elementwise = body.strip() == "...="
     if not elementwise and body.count("->") != 1:
         raise ValueError(f"malformed sharding rule {text!r}")
     left, _, right = body.partition("->")
     operands = () if elementwise else tuple(_term(t, text) for t in left.split(","))
     results = () if elementwise else tuple(_term(t, text) for t in right.split(","))
-    words = sums.split()
-    if words and words[0] != "sums":
-        raise ValueError(f"malformed sharding rule {text!r}")
-    if words[1:] == ["all"]:
-        return Rule(text, operands, results, sums_all=True, elementwise=elementwise)
-    groups = " ".join(words[1:]).split("|") if words else []
-    passing = tuple(frozenset(int(n) for n in group.split()) for group in groups)
-    return Rule(text, operands, results, passing, elementwise=elementwise)
+    rule = Rule(text, operands, results, elementwise=elementwise)
+    for clause in clauses:
+        rule = _with_clause(rule, clause.split())
+    return rule
+
+
+def _with_clause(rule: Rule, words: list[str]) -> Rule:
+    kind, *rest = words or [""]
+    if kind == "sums" and rest == ["all"]:
+        return replace(rule, sums_all=True)
+    if kind == "sums" and rest:
+        groups = " ".join(rest).split("|")
+        return replace(rule, sums=tuple(frozenset(int(n) for n in g.split()) for g in groups))
+    if kind == "times" and rest:
+        return replace(rule, times=frozenset(map(int, rest)))
+    if kind == "index" and len(rest) == 2:
+        return replace(rule, index=(*rule.index, (int(rest[0]), rest[1])))
+    raise ValueError(f"malformed sharding rule {rule.text!r}")
 
 
 def _term(text: str, whole: str) -> Term:

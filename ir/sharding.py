@@ -246,6 +246,8 @@ class _AxisRule:
             raise self._error(
                 slot, f"holds all of dim {label.name}, {first.name} is sharded in it", "take_shard"
             )
+        if self.rule.multiplies(slot.index):
+            return
         if label.contracted and not any(d.name == label.name for d in slot.labels):
             raise self._error(
                 slot, f"would be added once per rank, since {first.name} makes a pending sum", ""

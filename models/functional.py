@@ -120,6 +120,37 @@ def rope(
     return torch.cat([turned.to(x.dtype), kept], -1)
 
 
+@_structured(_like_first)
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    activation: str = "silu",
+) -> Tensor:
+    """Send each token through its chosen experts and add their results, weighted.
+
+    ``y[t] = sum over k of weights[t,k] * down[e] @ (act(gate[e] @ x[t]) * (up[e] @ x[t]))`` with
+    ``e = ids[t,k]``; an id outside [0, E) adds nothing. Activations: "silu", "gelu_tanh".
+    Shapes: x [T, D], ids [T, K], weights [T, K], gate and up [E, F, D], down [E, D, F] -> [T, D].
+    Source: Shazeer et al. 2017; Fedus et al. 2022.
+    """
+    wide = _wide(x)
+    total = torch.zeros_like(wide)
+    for e in range(gate.shape[0]):
+        tokens, slots = torch.nonzero(ids == e, as_tuple=True)
+        rows = wide[tokens]
+        inner = rows @ gate[e].to(wide.dtype).t()
+        inner = F.silu(inner) if activation == "silu" else F.gelu(inner, approximate="tanh")
+        inner = inner * (rows @ up[e].to(wide.dtype).t())
+        share = weights[tokens, slots, None].to(wide.dtype)
+        total.index_add_(0, tokens, share * (inner @ down[e].to(wide.dtype).t()))
+    return total.to(x.dtype)
+
+
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, **attrs: object) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 

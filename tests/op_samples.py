@@ -164,6 +164,7 @@ def _state_data(state: StateType, pages: int, rng: np.random.Generator) -> dict[
 
 _STATE = "pages(k: f32[4,8], v: f32[4,8]) per token"
 _STEP = ("i32[B+1]", "i32[B]", "i32[B,P]")
+_EXPERTS = ("f32[4,12,8]", "f32[4,12,8]", "f32[4,8,12]")
 _YARN = {"scaling": "yarn", "factor": 4.0, "original_max": 64}
 _T = dim("T")
 
@@ -233,6 +234,10 @@ SAMPLES: tuple[Sample, ...] = (
     sample("conv2d", "f32[B,4,6,7]", "f32[8,4,3,2]", "f32[8]", stride=(2, 1), padding=(1, 0)),
     sample("conv2d", "f32[B,4,6,T+2]", "f32[8,2,3,3]", groups=2),
     sample("conv2d", "f32[B,4,5,5]", "f32[4,4,1,1]"),
+    # experts
+    sample("experts", "f32[T,8]", "i32[T,2] < 4", "f32[T,2]", *_EXPERTS),
+    sample("experts", "bf16[T,32]", "i64[T,3]", "f32[T,3]", "i8/32:f16[3,64,32]",
+           "i8/32:f16[3,64,32]", "f4e2m1/32:f8e8m0[3,32,64]", activation="gelu_tanh", total=6),
     # attention
     sample("rope", "f32[T,4,8]", "i32[T] < 99"),
     sample("rope", "f32[B,T,4,8]", "i32[B,T] < 99", width=4, interleaved=True, theta=500.0),

@@ -57,6 +57,7 @@ def weight(format: str, *shape: int) -> Spec:
 POSITIVE = ("log", "sqrt", "rsqrt", "reciprocal")
 UNARY = "neg abs exp sin cos tanh erf sigmoid relu silu floor gelu".split()
 BINARY = "add sub mul div maximum minimum eq ne lt le gt ge floor_div remainder".split()
+_STACKS = [floats(4, 24, 16), floats(4, 24, 16), floats(4, 16, 24)]
 ROPE = {"theta": 5e5, "scaling": "llama3", "factor": 8.0}
 FLOAT_CASES: list[Case] = [
     *((n, [floats(3, 17)], {}) for n in UNARY),
@@ -92,6 +93,9 @@ FLOAT_CASES: list[Case] = [
     ("linear", [floats(3, 24), floats(5, 24)], {}),
     ("matmul", [floats(2, 1, 3, 8), floats(4, 8, 5)], {}),
     ("matmul", [floats(3, 8), floats(5, 8)], {"transpose_b": True}),
+    ("experts", [floats(6, 16), ints(6, 3, low=-1, high=4), floats(6, 3), *_STACKS], {}),
+    ("experts", [floats(2, 16), ints(2, 3, low=-1, high=4, dtype="i64"),
+                 ("f32", RNG.random((2, 3))), *_STACKS], {"activation": "gelu_tanh", "total": 8}),
     ("conv2d", [floats(2, 4, 7, 8), floats(6, 2, 3, 3), floats(6)],
      {"stride": (2, 1), "padding": (1, 0), "groups": 2}),
     ("conv2d", [floats(1, 3, 5, 5), floats(2, 3, 2, 2)], {}),

@@ -14,6 +14,7 @@ import numpy as np
 from metainfer.backends.jax.attention import ATTENTION
 from metainfer.backends.jax.elementwise import ELEMENTWISE
 from metainfer.backends.jax.load import LOAD
+from metainfer.backends.jax.moe import MOE
 from metainfer.backends.jax.numbers import Reference
 from metainfer.backends.jax.reductions import REDUCTIONS
 from metainfer.backends.jax.shapes import SHAPES
@@ -54,7 +55,7 @@ def _on_numpy(function: Reference, *, is_traced: bool) -> Reference:
 REFERENCES: dict[str, Reference] = {
     **{
         name: _on_numpy(function, is_traced=True)
-        for table in (ELEMENTWISE, SHAPES, REDUCTIONS, ATTENTION)
+        for table in (ELEMENTWISE, SHAPES, REDUCTIONS, ATTENTION, MOE)
         for name, function in table.items()
     },
     **{name: _on_numpy(function, is_traced=False) for name, function in LOAD.items()},

@@ -43,7 +43,8 @@ def _gather(x: Any, index: Any) -> Any:
 
 def _embedding(index: Any, table: Any, *, dtype: str = "f32") -> Any:
     # The result is rounded to the stated type at the op's border, not here.
-    return jnp.take(table, index, axis=0)
+    rows = jnp.take(table, jnp.maximum(index, 0), axis=0)
+    return jnp.where(index[..., None] < 0, jnp.zeros((), table.dtype), rows)
 
 
 def _full(*, shape: Sequence[int], value: float, dtype: str) -> Any:

@@ -10,6 +10,7 @@ from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.plain_attention import PLAIN_ATTENTION
 from metainfer.backends.torch.plain_elementwise import PLAIN_ELEMENTWISE
 from metainfer.backends.torch.plain_linear import PLAIN_LINEAR
+from metainfer.backends.torch.plain_moe import PLAIN_MOE
 from metainfer.backends.torch.plain_reduce import PLAIN_REDUCE
 from metainfer.backends.torch.plain_shape import PLAIN_SHAPE, VIEWS
 
@@ -19,6 +20,7 @@ PLAIN: dict[str, Callable[[TorchCall], None]] = {
     **PLAIN_REDUCE,
     **PLAIN_LINEAR,
     **PLAIN_ATTENTION,
+    **PLAIN_MOE,
 }
 LOAD_OPS = frozenset({"quantize", "dequantize", "concat_rows", "unpermute_rope", "pack"})
 

@@ -50,6 +50,15 @@ def as_index(index: torch.Tensor) -> torch.Tensor:
     return index if index.dtype in (torch.int32, torch.int64) else index.long()
 
 
+def zero_missing(index: torch.Tensor, out: torch.Tensor) -> None:
+    """Make rows of negative numbers zero: padded tokens, and rows that another rank holds.
+
+    Shapes: index [I...], out [I..., D].
+    """
+    if index.dtype.is_signed:
+        out.masked_fill_((index < 0).unsqueeze(-1), 0)
+
+
 def take_rows(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
     """Copy rows of the first dim.
 
@@ -68,10 +77,12 @@ def _gather(call: TorchCall) -> None:
 
 def _embedding(call: TorchCall) -> None:
     index, table = call.inputs
+    known = index.clamp(min=0) if index.dtype.is_signed else index
     if isinstance(table, BlockTensors):
-        call.outputs[0].copy_(table.rows(as_index(index)))
-        return
-    take_rows(table, index, call.outputs[0])
+        call.outputs[0].copy_(table.rows(as_index(known)))
+    else:
+        take_rows(table, known, call.outputs[0])
+    zero_missing(index, call.outputs[0])
 
 
 def _full(call: TorchCall) -> None:

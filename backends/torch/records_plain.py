@@ -38,7 +38,7 @@ class Composition:
 
 
 # Launches as the profiler counted them on an H200, copies and fills included. An attention makes
-# its own for each sequence; the figure is that of one.
+# its own for each sequence, the figure is that of one; experts eleven each, that is of 64.
 UNARY_COST = Composition(3, 4.0)
 BINARY_COST = Composition(4, 4.0)
 COMPOSITIONS: dict[str, Composition] = {
@@ -74,6 +74,7 @@ COMPOSITIONS: dict[str, Composition] = {
     "layer_norm": Composition(13, 14.0, f32_launches=10, f32_traffic=8.0),
     "linear": Composition(13, 6.0, f32_launches=4, f32_traffic=1.0),
     "matmul": Composition(6, 4.0, f32_launches=4, f32_traffic=1.0),
+    "experts": Composition(704, 4.0, f32_launches=576, f32_traffic=1.0),
     "conv2d": Composition(7, 4.0, f32_launches=4, f32_traffic=1.0),
     "rope": Composition(18, 14.0, f32_launches=16, f32_traffic=8.0),
     "sdpa": Composition(19, 8.0, f32_launches=16, f32_traffic=6.0, compute=0.06),

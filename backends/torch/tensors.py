@@ -130,6 +130,11 @@ class BlockTensors:
         values = self._code_values() * self._spread(self.scales.float())
         return values if self.offsets is None else values + self._spread(self.offsets.float())
 
+    def part(self, index: int) -> "BlockTensors":
+        """One of the tensors that are stacked along dim 0; blocks lie within each."""
+        offsets = None if self.offsets is None else self.offsets[index]
+        return BlockTensors(self.format, self.codes[index], self.scales[index], offsets)
+
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Float32 values of some rows of a matrix [V, D].
 

@@ -3,7 +3,17 @@
 Importing this package registers them all.
 """
 
-from metainfer.ir.ops import attention, collective, elementwise, linear, load, nn, reduce, shape
+from metainfer.ir.ops import (
+    attention,
+    collective,
+    elementwise,
+    linear,
+    load,
+    moe,
+    nn,
+    reduce,
+    shape,
+)
 from metainfer.ir.ops.record import OPS, Builder, OpDef, infer_types, op_def, op_sizes
 
 __all__ = [
@@ -16,6 +26,7 @@ __all__ = [
     "infer_types",
     "linear",
     "load",
+    "moe",
     "nn",
     "op_def",
     "op_sizes",

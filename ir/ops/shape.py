@@ -190,13 +190,19 @@ def _embedding_bytes(sizes: Sizes) -> int:
     return index.bytes_at(sizes.env) + 2 * result.bytes_at(sizes.env)
 
 
-@op("embedding", infer=_infer_embedding, bytes=_embedding_bytes, shard="..., V! D -> ... D")
+@op(
+    "embedding",
+    infer=_infer_embedding,
+    bytes=_embedding_bytes,
+    shard="..., V+ D -> ... D ; sums 1 ; index 0 V",
+)
 def embedding(index: Array, table: Array, *, dtype: str = "f32") -> Array:
     """Look rows of a table up; the result's type is stated since tables may be quantized.
 
-    Shapes: index [...] of integers in [0, V), table [V, D] -> [..., D].
+    A negative index gives a row of zeros: a padded token, or one whose row another rank holds.
+    Shapes: index [...] of integers in [-1, V), table [V, D] -> [..., D].
     """
-    return table[index]
+    return np.where(index[..., None] < 0, table.dtype.type(0), table[index])
 
 
 def _infer_full(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:

@@ -72,8 +72,26 @@ def test_linear_and_embedding_of_formats(format: str, float_type: str) -> None:
     linear: Case = ("linear", [floats(3, 144), weight(format, 40, 144)], {})
     check(plain("linear"), *build(linear, float_type))
     attrs = {"dtype": float_type}
-    table: Case = ("embedding", [ints(2, 3, low=0, high=40), weight(format, 40, 144)], attrs)
+    table: Case = ("embedding", [ints(2, 3, low=-1, high=40), weight(format, 40, 144)], attrs)
     check(plain("embedding"), *build(table, float_type))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_of_formats(format: str) -> None:
+    stacks = [weight(format, *shape) for shape in ((3, 40, 144), (3, 40, 144), (3, 144, 40))]
+    specs = [floats(5, 144), ints(5, 2, low=-1, high=3), floats(5, 2), *stacks]
+    check(plain("experts"), *build(("experts", specs, {}), "f32"))
+
+
+def test_a_negative_index_gives_a_row_of_zeros() -> None:
+    for dtype in ("i32", "i64"):
+        index = (dtype, np.array([[3, -1], [-1, 0]]))
+        op, data = build(("embedding", [index, floats(4, 6)], {}))
+        (found,) = run_kernel(plain("embedding"), op, data, LAYOUTS)
+        assert isinstance(found, np.ndarray)
+        assert not found[0, 1].any()
+        assert not found[1, 0].any()
+        np.testing.assert_array_equal(found, run_reference(op, data)[0])
 
 
 ATTENTIONS: list[dict[str, Any]] = [

@@ -138,6 +138,7 @@ def check_ranks(sample: Sample, choice: Sequence[Placements], mesh: Mesh, seed: 
     rng = np.random.default_rng(seed)
     data = sample.data(rng)
     spread = [parts_of(d, p, mesh, rng) for d, p in zip(data, choice, strict=True)]
+    spread = with_local_rows(sample, spread, choice, mesh)
     attrs = local_attrs(sample.name, sample.attrs, made, mesh)
     per_rank = [run(sample, [s[rank] for s in spread], attrs) for rank in range(mesh.num_ranks)]
     wanted = run(sample, data, sample.attrs)
@@ -146,6 +147,37 @@ def check_ranks(sample: Sample, choice: Sequence[Placements], mesh: Mesh, seed: 
         whole = together([results[index] for results in per_rank], placements, mesh)
         _compare(whole, wanted[index])
     return True
+
+
+def with_local_rows(
+    sample: Sample, spread: list[list[Any]], choice: Sequence[Placements], mesh: Mesh
+) -> list[list[Any]]:
+    """Row numbers as each rank counts them, where the dim that they count is sharded."""
+    text = op_def(sample.name).shard_rule(sample.types, op_def(sample.name).complete(sample.attrs))
+    rule = parse_rule(text) if text else None
+    for operand, name in rule.index if rule else ():
+        owner = next(
+            i for i in range(len(spread))
+            if i != operand and name in [d.name for d in rule.operand(i).dims]  # type: ignore[union-attr]
+        )  # fmt: skip
+        labels = rule.operand(owner).labels(np.ndim(spread[owner][0]))  # type: ignore[union-attr]
+        place = [d.name for d in labels].index(name)
+        count = spread[owner][0].shape[place]
+        axes = [a for a, _ in mesh.axes if choice[owner].get(a) == place]
+        for rank in range(mesh.num_ranks if axes else 0):
+            local = spread[operand][rank] - count * _number_over(axes, mesh, rank)
+            inside = (local >= 0) & (local < count)
+            spread[operand][rank] = np.where(inside, local, -1).astype(local.dtype)
+    return spread
+
+
+def _number_over(axes: Sequence[str], mesh: Mesh, rank: int) -> int:
+    """Number of a rank's part where these axes share a dim, the innermost axis last."""
+    places = np.unravel_index(rank, [size for _, size in mesh.axes])
+    number = 0
+    for (axis, size), at in zip(mesh.axes, places, strict=True):
+        number = number * size + int(at) if axis in axes else number
+    return number
 
 
 def _sharding_of(type_: Type) -> Sharding:
@@ -197,6 +229,7 @@ def test_axes_of_a_mesh_do_not_interact(data: st.DataObject) -> None:
         assert None not in results
 
 
+_EXPERTS = ("f32[T,8]", "i32[T,2]", "f32[T,2]", "f32[4,12,8]", "f32[4,12,8]", "f32[4,8,12]")
 ACCEPTED = {
     # op, operands and their placements over tp (".": whole, "+": pending), -> the result's
     "linear 0 . -> 0": ("f32[T,8]", "f32[12,8]"),
@@ -217,6 +250,12 @@ ACCEPTED = {
     "silu_mul 1 1 -> 1": ("f32[T,8]", "f32[T,8]"),
     "rope 1 . -> 1": ("f32[T,4,8]", "i32[T]"),
     "rope 0 0 -> 0": ("f32[T,4,8]", "i32[T]"),
+    "experts . . . 0 0 0 -> +": _EXPERTS,
+    "experts . . . 1 1 2 -> +": _EXPERTS,
+    "experts 0 0 0 . . . -> 0": _EXPERTS,
+    "experts . . + . . . -> +": _EXPERTS,
+    "experts . . . . . + -> +": _EXPERTS,
+    "embedding . 0 -> +": ("i32[T]", "f32[8,16]"),
     "embedding . 1 -> 1": ("i32[T]", "f32[8,16]"),
     "embedding 0 . -> 0": ("i32[T]", "f32[8,16]"),
     "gather 1 . -> 1": ("f32[8,4]", "i32[T]"),
@@ -507,7 +546,41 @@ def test_quantizing_rows_needs_them_whole() -> None:
     assert np.array_equal(whole.scales, np.concatenate([p.scales for p in parts], axis=1))
 
 
-@pytest.mark.parametrize("text", ["a b", "a -> b -> c", "a? -> a", "a ; plus 0", "-> ; sum"])
+def test_experts_and_their_parts_are_sharded_alike() -> None:
+    types = [read_type(t) for t in _EXPERTS]
+    for places, refused in (
+        ({3: 0, 4: 0, 5: 1}, "experts: down must be whole in dim D, over axis tp"),
+        ({3: 0, 4: 0}, "experts: down holds all of dim E, gate is sharded in it, over axis tp"),
+        ({3: 0, 4: 1, 5: 0}, "experts: up is sharded in dim F, gate in E, over axis tp"),
+        ({0: 1}, "experts: x must be whole in dim D, over axis tp"),
+        ({1: 0}, "experts: x holds all of dim T, ids is sharded in it, over axis tp"),
+    ):
+        operands = [
+            placed(t, {"tp": places[i]} if i in places else {}) for i, t in enumerate(types)
+        ]
+        with pytest.raises(TypeMismatch) as error:
+            propagate("experts", operands, {}, infer_types("experts", types, {}))
+        assert error.value.what == refused
+
+
+def test_an_operand_that_multiplies_may_lack_a_contracted_dim() -> None:
+    rule = parse_rule("a K+, b, c -> a ; sums 0 ; times 2 ; index 1 K")
+    assert [rule.multiplies(i) for i in range(3)] == [False, True, True]
+    assert rule.index == ((1, "K"),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a b",
+        "a -> b -> c",
+        "a? -> a",
+        "a ; plus 0",
+        "-> ; sum",
+        "a -> a ; times",
+        "a -> a ; index 0",
+    ],
+)
 def test_malformed_rules_are_faults_of_the_record(text: str) -> None:
     with pytest.raises(ValueError, match="malformed"):
         parse_rule(text)

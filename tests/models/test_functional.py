@@ -12,7 +12,7 @@ from metainfer.ir.ops import OPS
 from metainfer.models import functional
 
 SAME_AS_RECORD = ("rms_norm", "rope", "silu_mul", "gelu_mul")
-ALL = (*SAME_AS_RECORD, "attention", "sample_rows")
+ALL = (*SAME_AS_RECORD, "experts", "attention", "sample_rows")
 
 
 def custom_op(name: str) -> Any:
@@ -37,6 +37,13 @@ def test_signature_is_that_of_the_record(name: str) -> None:
         assert parameters[attr.name].annotation == attr.annotation, attr.name
     schema = custom_op(name)._schema
     assert [a.name for a in schema.arguments] == list(parameters)
+
+
+def test_experts_has_the_operands_and_the_activation_of_the_record() -> None:
+    record = OPS["experts"]
+    parameters = inspect.signature(functional.experts).parameters
+    assert list(parameters) == [*(o.name for o in record.operands), "activation"]
+    assert parameters["activation"].default == record.complete({})["activation"]
 
 
 def test_attention_has_the_attributes_of_the_record() -> None:
@@ -95,6 +102,26 @@ def test_norm_and_gates_are_the_references(name: str, attrs: dict[str, Any]) -> 
     np.testing.assert_allclose(got, reference(name, x.numpy(), y.numpy(), **attrs), atol=1e-6)
 
 
+def expert_operands(tokens: int, chosen: int, num: int) -> list[torch.Tensor]:
+    ids = np.random.default_rng(tokens).integers(-1, num, (tokens, chosen))
+    weights = [random(num, *s, seed=i) for i, s in enumerate([(12, 8), (12, 8), (8, 12)])]
+    return [random(tokens, 8), torch.from_numpy(ids), random(tokens, chosen, seed=3), *weights]
+
+
+@settings(deadline=None)
+@given(
+    tokens=st.integers(1, 6),
+    chosen=st.integers(1, 3),
+    num=st.integers(1, 4),
+    activation=st.sampled_from(["silu", "gelu_tanh"]),
+)
+def test_experts_are_the_reference(tokens: int, chosen: int, num: int, activation: str) -> None:
+    operands = expert_operands(tokens, chosen, num)
+    got = functional.experts(*operands, activation=activation).numpy()
+    wanted = reference("experts", *(o.numpy() for o in operands), activation=activation)
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
 @settings(deadline=None)
 @given(
     tokens=st.integers(1, 9),
@@ -134,6 +161,9 @@ CALLS: dict[str, Callable[[Convert], torch.Tensor]] = {
     "attention": lambda to: functional.attention(
         to(random(5, 4, 8)), to(random(5, 2, 8, seed=1)), to(random(5, 2, 8, seed=2))
     ),
+    "experts": lambda to: functional.experts(
+        *(to(t) if t.is_floating_point() else t for t in expert_operands(5, 2, 3))
+    ),
     "sample_rows": lambda to: functional.sample_rows(to(random(3, 8))),
 }
 
@@ -169,6 +199,7 @@ def test_custom_ops_pass_torchs_own_checks(name: str) -> None:
         "gelu_mul": ((random(3, 8), random(3, 8)), {"approximate": "tanh"}),
         "rope": ((random(3, 2, 8), torch.arange(3)), {"theta": 500.0, "width": 4}),
         "attention": ((random(5, 4, 8), random(5, 2, 8), random(5, 2, 6)), {"window": 3}),
+        "experts": (tuple(expert_operands(5, 2, 3)), {"activation": "gelu_tanh"}),
         "sample_rows": ((random(8, 3).T,), {}),
     }
     args, kwargs = operands[name]

@@ -1,0 +1,42 @@
+"""Plain PyTorch form of the experts: one after the other, float32 inside."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.tensors import BlockTensors, PlainWeight, dense_values, widen
+
+Run = Callable[[TorchCall], None]
+
+
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """The activation of an expert's gate by name."""
+    if activation == "gelu_tanh":
+        return functional.gelu(x, approximate="tanh")
+    return functional.silu(x)
+
+
+def _experts(call: TorchCall) -> None:
+    x, ids, shares = widen(call.inputs[0]), call.inputs[1], widen(call.inputs[2])
+    activation = str(call.attrs["activation"])
+    y = torch.zeros_like(x)
+    for e in range(call.inputs[3].shape[0]):
+        tokens, slots = torch.nonzero(ids == e, as_tuple=True)
+        if not tokens.numel():
+            continue
+        gate, up, down = (_expert(w, e).to(x.dtype) for w in call.inputs[3:])
+        rows = x[tokens]
+        hidden = activated(rows @ gate.t(), activation) * (rows @ up.t())
+        share = shares[tokens, slots, None].to(x.dtype)
+        y.index_add_(0, tokens, share * (hidden @ down.t()))
+    call.outputs[0].copy_(y)
+
+
+def _expert(weight: PlainWeight, index: int) -> torch.Tensor:
+    part = weight.part(index) if isinstance(weight, BlockTensors) else weight[index]
+    return dense_values(part)
+
+
+PLAIN_MOE: dict[str, Run] = {"experts": _experts}
