@@ -7,8 +7,13 @@ offset) per block; its value is ``code * scale + offset``. Text forms::
     i8/32:f16                       int8 codes, blocks of 32 in the last dim, f16 scales (GGUF Q8_0)
     u4/32:f16+f16                   unsigned 4-bit codes with an offset per block (GGUF Q4_1)
     f8e4m3/128x128:f32              fp8 with 128 x 128 blocks
+    f8e4m3/128:f8e8m0               fp8 with blocks of 1 x 128 and power-of-two scales
     f4e2m1/32:f8e8m0                MXFP4
     i8/row:f32                      one scale per row
+    f8e4m3/tensor:f32               one scale per matrix (of a stack of matrices, one for each)
+
+Values are exact products in float32; beyond its range they are infinite (code 6 at scale 2^127),
+and the NaN codes of fp8 and of ue8m0 scales give NaN.
 """
 
 import math
@@ -96,15 +101,22 @@ _NUMPY: dict[str, np.dtype] = {
 }
 
 
+# Blocks that are whole dims, by their text.
+_WHOLE = {(0,): "row", (0, 0): "tensor"}
+
+
 @dataclass(frozen=True)
 class Block:
     """A block-quantized format over the trailing dims of a tensor.
 
     Attributes:
         element: type of the codes.
-        block: block extents over the last ``len(block)`` dims; 0 means the whole dim ("row").
+        block: block extents over the last ``len(block)`` dims, leading ones of 1 left away; 0
+            means the whole dim: (0,) is a "row", (0, 0) a "tensor".
         scale: type of the scale of each block.
         offset: type of the offset of each block, or None where the format is symmetric.
+
+    Raises: TypeMismatch for extents that have no text form.
     """
 
     element: Scalar
@@ -112,9 +124,21 @@ class Block:
     scale: Scalar
     offset: Scalar | None = None
 
+    def __post_init__(self) -> None:
+        """Bring equal formats to one form: blocks of 1 x 128 are blocks of 128."""
+        block = self.block
+        while len(block) > 1 and block[0] == 1:
+            block = block[1:]
+        if not block or min(block) < 0 or (0 in block and block not in _WHOLE):
+            raise TypeMismatch(
+                f"blocks of {'x'.join(map(str, block)) or 'no extent'}",
+                advice="extents are positive, or all of them are whole dims: /row or /tensor",
+            )
+        object.__setattr__(self, "block", block)
+
     def __str__(self) -> str:
         """Print the text form."""
-        blocks = "row" if self.block == (0,) else "x".join(map(str, self.block))
+        blocks = _WHOLE.get(self.block) or "x".join(map(str, self.block))
         offset = f"+{self.offset}" if self.offset else ""
         return f"{self.element}/{blocks}:{self.scale}{offset}"
 
@@ -144,20 +168,24 @@ class Block:
             + (self.scale.bits + (self.offset.bits if self.offset else 0)) / per_block
         )
 
+    def extents(self, rank: int) -> tuple[int, ...]:
+        """Block extent in each of ``rank`` dims: 1 in leading ones, 0 where the dim is whole.
+
+        Raises: TypeMismatch if the tensor has fewer dims than the block.
+        """
+        if rank < len(self.block):
+            raise TypeMismatch(
+                f"{self} needs at least {len(self.block)} dims, the tensor has {rank}"
+            )
+        return (1,) * (rank - len(self.block)) + self.block
+
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scales of a tensor of ``shape``; the last block of a dim may be short.
 
         Raises: TypeMismatch if the tensor has fewer dims than the block.
         """
-        if len(shape) < len(self.block):
-            raise TypeMismatch(
-                f"{self} needs at least {len(self.block)} dims, the tensor has {len(shape)}"
-            )
-        lead = shape[: len(shape) - len(self.block)]
-        tail = shape[len(lead) :]
-        return lead + tuple(
-            1 if b == 0 else -(-n // b) for n, b in zip(tail, self.block, strict=True)
-        )
+        extents = self.extents(len(shape))
+        return tuple(1 if b == 0 else -(-n // b) for n, b in zip(shape, extents, strict=True))
 
     def size_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of codes, scales and offsets of a tensor of ``shape``."""
@@ -197,10 +225,16 @@ GGUF_FORMATS: dict[str, Block] = {
 MXFP4 = Block(F4E2M1, (32,), F8E8M0)
 MXFP8 = Block(F8E4M3, (32,), F8E8M0)
 NVFP4 = Block(F4E2M1, (16,), F8E4M3)
+# FP8 as checkpoints and kernels have it; the UE8M0 twins keep powers of two as scales.
+FP8_TENSOR = Block(F8E4M3, (0, 0), F32)
+FP8_ROW = Block(F8E4M3, (0,), F32)
 FP8_BLOCK = Block(F8E4M3, (128, 128), F32)
+FP8_GROUP = Block(F8E4M3, (128,), F32)
+FP8_BLOCK_UE8M0 = Block(F8E4M3, (128, 128), F8E8M0)
+FP8_GROUP_UE8M0 = Block(F8E4M3, (128,), F8E8M0)
 
 _BLOCK_RE = re.compile(
-    r"(?P<element>\w+)/(?P<block>row|\d+(?:x\d+)*):(?P<scale>\w+)(?:\+(?P<offset>\w+))?"
+    r"(?P<element>\w+)/(?P<block>row|tensor|\d+(?:x\d+)*):(?P<scale>\w+)(?:\+(?P<offset>\w+))?"
 )
 SCALAR_NAMES = tuple(_SCALARS)
 
@@ -222,10 +256,12 @@ def parse_dtype(text: str) -> DType:
     match = _BLOCK_RE.fullmatch(text)
     if match is None:
         return _scalar(text, text)
-    block = (0,) if match["block"] == "row" else tuple(int(n) for n in match["block"].split("x"))
-    if match["block"] != "row" and 0 in block:
+    whole = next((block for block, name in _WHOLE.items() if name == match["block"]), None)
+    block = whole or tuple(int(n) for n in match["block"].split("x"))
+    if whole is None and 0 in block:
         raise TypeMismatch(
-            f"a block of extent 0 in {text!r}", advice="write /row for one scale per row"
+            f"a block of extent 0 in {text!r}",
+            advice="write /row for one scale per row, /tensor for one per matrix",
         )
     offset = _scalar(match["offset"], text) if match["offset"] else None
     return Block(_scalar(match["element"], text), block, _scalar(match["scale"], text), offset)
@@ -252,10 +288,31 @@ class BlockArray:
     def dequantize(self) -> np.ndarray:
         """Return the float32 values, shape [*shape]."""
         scales = _spread(self.scales.astype(np.float32), self.format, self.shape)
-        values = self.codes.astype(np.float32) * scales
+        with np.errstate(over="ignore"):  # 6 * 2^127 is infinite in float32
+            values = self.codes.astype(np.float32) * scales
         if self.offsets is None:
             return values
         return values + _spread(self.offsets.astype(np.float32), self.format, self.shape)
+
+    def part(self, dim: int, start: int, stop: int) -> "BlockArray":
+        """Elements ``start:stop`` of one dim with their scales; the codes are a view.
+
+        Raises: TypeMismatch if ``start`` lies inside a block, or ``stop`` does and is not the end:
+            what follows could not be read as blocks again.
+        """
+        extent = self.format.extents(len(self.shape))[dim]
+        codes = self.codes[(slice(None),) * dim + (slice(start, stop),)]
+        if extent == 0:
+            return BlockArray(self.format, codes, self.scales, self.offsets)
+        cut = start % extent or (stop % extent and stop != self.shape[dim])
+        if cut and start != stop:
+            raise TypeMismatch(
+                f"elements {start} to {stop} of dim {dim} cut a block of {extent}: {self.format}",
+                advice="refine the scales first (refine_scales), or cut between blocks",
+            )
+        side = (slice(None),) * dim + (slice(start // extent, -(-stop // extent)),)
+        offsets = None if self.offsets is None else self.offsets[side]
+        return BlockArray(self.format, codes, self.scales[side], offsets)
 
 
 def _spread(per_block: np.ndarray, format: Block, shape: tuple[int, ...]) -> np.ndarray:
@@ -276,6 +333,10 @@ def quantize(values: np.ndarray, format: Block) -> BlockArray:
     code. Blocks of zeros get codes 0. Scales and offsets are rounded to their types before codes
     are chosen, and up or down where the nearest would clip: no value is off by more than half the
     step of its code (of the smallest scale, where a block is tinier than that).
+
+    Power-of-two scales (f8e8m0) are rounded up: the least 2^k with max|x| <= 2^k * largest code.
+    The rule that OCP MX suggests, 2^(floor(log2 max|x|) - emax), clips maxima above 6 * 2^k (in
+    MXFP4 by up to a quarter of the value) and is not used anywhere here.
 
     Shapes: values [*shape] -> codes [*shape], scales [*format.scale_shape(shape)].
     Raises: TypeMismatch if a value is not finite or beyond the format, if there are fewer dims than

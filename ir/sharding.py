@@ -14,6 +14,7 @@ from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr, Op
 from metainfer.ir.ops.record import COLLECTIVE, VIEW, OpDef, op_def
+from metainfer.ir.refine import refined_format
 from metainfer.ir.shard_rule import NamedDim, Rule, parse_rule
 from metainfer.ir.types import PARTIAL, Mesh, Sharding, StateType, TensorType, Type
 
@@ -347,11 +348,32 @@ def check_divides(type_: Type, mesh: Mesh) -> None:
                     advice="pad the size, or leave the dim whole",
                 )
             block = _block_extent(part, place)
-            if block and size.is_static and size.static // ranks % block:
+            if ranks > 1 and block and size.is_static and size.static // ranks % block:
+                finer = refined(part, mesh).dtype
                 raise TypeMismatch(
                     f"{ranks} ranks of {mesh} cut blocks of {block} in dim {place} of {part}",
-                    advice="refine the scales, or leave the dim whole",
+                    advice=f'refine_scales {{format = "{finer}"}} first, or leave the dim whole',
                 )
+
+
+def refined(type_: TensorType, mesh: Mesh) -> TensorType:
+    """The type with the coarsest blocks that no rank's border cuts; itself where none is cut.
+
+    Raises: TypeMismatch if a sharded size does not divide by its ranks.
+    """
+    if not isinstance(type_.dtype, Block):
+        return type_
+    parts: dict[int, int] = {}
+    for place in {p for _, p in type_.sharding.axes if isinstance(p, int)}:
+        ranks, size = _ranks(type_, place, mesh), type_.shape[place].static
+        if size % ranks:
+            raise TypeMismatch(
+                f"dim {place} of {type_} does not divide by {ranks} ranks of {mesh}",
+                advice="pad the size, or leave the dim whole",
+            )
+        parts[place] = size // ranks
+    shape = tuple(n.static for n in type_.shape)
+    return replace(type_, dtype=refined_format(type_.dtype, shape, parts))
 
 
 def _ranks(type_: TensorType, place: int, mesh: Mesh) -> int:

@@ -100,6 +100,23 @@ def _neighbour(x: Any, step: int) -> Any:
     return lax.bitcast_convert_type((pattern + step).astype(bits), x.dtype)
 
 
+def _refine_scales(x: BlockArray, *, format: str) -> BlockArray:
+    """Every scale is written out to all elements; a block takes that of its first one."""
+    format_ = cast(Block, parse_dtype(format))
+    rank = len(x.shape)
+
+    def spread(sides: Any) -> Any:
+        for dim, extent in enumerate(x.format.extents(rank)):
+            sides = np.repeat(sides, extent or x.shape[dim], axis=dim)
+        firsts = tuple(
+            slice(0, n, e or n) for n, e in zip(x.shape, format_.extents(rank), strict=True)
+        )
+        return sides[firsts]
+
+    offsets = None if x.offsets is None else spread(x.offsets)
+    return BlockArray(format_, x.codes, spread(x.scales), offsets)
+
+
 def _rows(x: Any, index: Any) -> Any:
     return np.asarray(x)[np.asarray(index)]
 
@@ -137,6 +154,7 @@ def _pack(x: Any, *, layout: str) -> Any:
 LOAD: dict[str, Reference] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
+    "refine_scales": _refine_scales,
     "concat_rows": _concat_rows,
     "unpermute_rope": _unpermute_rope,
     "pack": _pack,

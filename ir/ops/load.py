@@ -11,6 +11,7 @@ from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.ops import shard_rules
 from metainfer.ir.ops.infer import axis_of, floats_of, scalar_of, tensor_of
 from metainfer.ir.ops.record import RAW, Array, Attrs, op
+from metainfer.ir.refine import check_refines, refine
 from metainfer.ir.types import TensorType, Type
 
 
@@ -43,6 +44,20 @@ def _infer_dequantize(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
 def dequantize(x: BlockArray, *, dtype: str = "f32") -> Array:
     """Values of a block format as plain numbers."""
     return x.dequantize().astype(scalar_of(dtype).numpy)
+
+
+def _infer_refine(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
+    x, format_ = tensor_of(types[0]), parse_dtype(str(attrs["format"]))
+    if not isinstance(x.dtype, Block) or not isinstance(format_, Block):
+        raise TypeMismatch(f"refine_scales of {x} to {format_}: wanted block formats")
+    check_refines(format_, x.dtype, tuple(n.static for n in x.shape))
+    return (x.with_dtype(format_),)
+
+
+@op("refine_scales", infer=_infer_refine, shard="...=", traits=[RAW])
+def refine_scales(x: BlockArray, *, format: str) -> BlockArray:
+    """Repeat scales so that blocks become smaller; no value changes (`ir.refine.refine`)."""
+    return refine(x, cast(Block, parse_dtype(format)))
 
 
 def _infer_rows(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
