@@ -134,6 +134,9 @@ class Efficiency:
     source: str = "assumed"
 
 
+Effort = Callable[[Op, Device, Mapping[str, int]], float]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of an op or of a kind of fused group.
@@ -141,7 +144,7 @@ class Kernel:
     Attributes:
         name: "<backend>.<op>_<variant>", unique.
         op: op name, or kind of the fused group.
-        backend: which executor binds it ("cpu", "torch", "cuda").
+        backend: which executor binds it ("cpu", "torch", "cuda", "triton").
         requires: constraints, all of which must hold.
         repairs: changes that make a failing constraint hold.
         layouts: operand number -> packing that the kernel reads; others are plain row-major.
@@ -151,6 +154,9 @@ class Kernel:
         error: relative error that the kernel adds to its op's own rounding (0 = none).
         workspace: scratch bytes at the bounds of the query.
         extra_bytes: traffic beyond the compulsory one, as a fraction.
+        effort: arithmetic done at concrete sizes over what the op needs (tiles that hang over,
+            processors left idle); None counts as 1.
+        fits: a constraint whose answer takes a compile: asked only where all others hold.
         binder: made by the backend; opaque to the compiler.
     """
 
@@ -166,6 +172,8 @@ class Kernel:
     error: float = 0.0
     workspace: Callable[[Query], int] | None = None
     extra_bytes: float = 0.0
+    effort: Effort | None = None
+    fits: Constraint | None = None
     binder: Any = None
 
     def refusals(self, query: Query) -> tuple[Refusal, ...]:
@@ -175,6 +183,10 @@ class Kernel:
             reason = _checked(constraint, query)
             if reason is not None:
                 found.append(Refusal(self.name, constraint.text, reason))
+        if not found and self.fits is not None:
+            reason = _checked(self.fits, query)
+            if reason is not None:
+                found.append(Refusal(self.name, self.fits.text, reason))
         return tuple(found)
 
     def repairs_for(self, refusals: Sequence[Refusal]) -> tuple[Repair, ...] | None:

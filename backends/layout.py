@@ -27,12 +27,15 @@ class Layout:
         pack: weight -> what the kernel reads (a torch tensor, or bytes).
         unpack: packed form and type -> the weight's float32 values (or its BlockArray).
         num_bytes: resident bytes for a type.
+        typed: type -> the packed form as tensors of torch's ``meta`` device; None where no kernel
+            that is compiled by itself reads the layout.
     """
 
     name: str
     pack: Callable[[Weight], Any]
     unpack: Callable[[Any, TensorType], Weight]
     num_bytes: Callable[[TensorType], int]
+    typed: Callable[[TensorType], Any] | None = None
 
 
 class LayoutRegistry:

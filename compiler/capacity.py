@@ -197,10 +197,11 @@ def _buffers(
 
 
 def rope_table_bytes(flat: FlatModule, positions: int, backends: Backends) -> int:
-    """Bytes of the cosine and sine tables that the CPU kernels read."""
+    """Bytes of the cosine and sine tables that the CPU and Triton kernels read."""
     seen: dict[tuple[Any, ...], int] = {}
     for item in flat.ops:
-        if not any(backends.kernels.get(c.kernel).backend == "cpu" for c in item.op.choices):
+        backend = {backends.kernels.get(c.kernel).backend for c in item.op.choices}
+        if not backend & {"cpu", "triton"}:
             continue
         bodies = item.op.body.ops if item.op.body is not None else (item.op,)
         for op in bodies:

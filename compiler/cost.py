@@ -44,7 +44,8 @@ class CostModel:
         moved = compulsory * (1.0 + kernel.extra_bytes + waste)
         rate, basis = self._rate(kernel, op, device)
         memory = moved / (device.memory_bandwidth.sustained * kernel.efficiency.memory)
-        compute = flops * (1.0 + waste) / (rate * kernel.efficiency.compute)
+        effort = kernel.effort(op, device, env) if kernel.effort is not None else 1.0
+        compute = flops * effort * (1.0 + waste) / (rate * kernel.efficiency.compute)
         launch = self.launch_seconds(device, kernel.backend) * kernel.launches
         bound = "memory" if memory >= compute else "compute"
         if launch > max(memory, compute):

@@ -13,6 +13,7 @@ from metainfer.backends.kernel import Kernel
 from metainfer.backends.torch.call import TorchBinder, TorchCall
 from metainfer.backends.torch.plain_shape import VIEWS
 from metainfer.backends.torch.tensors import torch_dtype
+from metainfer.backends.triton.launch import TritonBinder
 from metainfer.ir.arena import Arena
 from metainfer.ir.errors import PlanError
 from metainfer.ir.flatten import FlatModule, FlatOp
@@ -116,7 +117,7 @@ class CpuEmitter:
 
 
 class TorchEmitter:
-    """Makes calls of torch kernels at concrete sizes."""
+    """Makes calls of torch and Triton kernels at concrete sizes."""
 
     def __init__(
         self, storage: Storage, weights: Mapping[str, Any], flat: FlatModule, arena: Arena,
@@ -138,16 +139,24 @@ class TorchEmitter:
         op = item.op
         if kernel is None:
             return self._copy(op)
-        if not isinstance(kernel.binder, TorchBinder):
+        if not isinstance(kernel.binder, TorchBinder | TritonBinder):
             raise PlanError(f"kernel {kernel.name} cannot be bound by torch")
         call = TorchCall(
             op,
             tuple(self._operand(v) for v in op.operands),
             tuple(self.tensor(v) for v in op.results if not v.is_state),
             {k: concrete_attr(v, self._env) for k, v in complete_attrs(op).items()},
+            self._workspace(),
+            self._storage.rope_tables,
         )
+        if isinstance(kernel.binder, TritonBinder):
+            return kernel.binder.bind(call)
         run = kernel.binder.run
         return lambda: run(call)
+
+    def _workspace(self) -> torch.Tensor:
+        start = self._arena.workspace_offset
+        return self._storage.arena[start : start + self._arena.workspace_size]
 
     def _copy(self, op: Op) -> Callable[[], None]:
         """A reshape that cannot be a view."""

@@ -9,6 +9,8 @@ import torch
 from metainfer.ir.graph import Op
 
 StateTensors = Mapping[str, torch.Tensor]
+# Rotary attributes and rotated width -> cosines and sines, f32 [positions, width / 2].
+RopeTables = Callable[[Mapping[str, Any], int], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,16 @@ class TorchCall:
         outputs: preallocated tensors for the results that are no states; states are written in
             place.
         attrs: attributes with defaults filled in and sizes concrete.
+        workspace: scratch bytes, u8, at least as many as the kernel asks for; None if none is.
+        rope: tables of cosines and sines that live as long as the plan.
     """
 
     op: Op
     inputs: tuple[Any, ...]
     outputs: tuple[torch.Tensor, ...]
     attrs: Mapping[str, Any]
+    workspace: torch.Tensor | None = None
+    rope: RopeTables | None = None
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from metainfer.backends.kernel import Kernel
+from metainfer.backends.kernel import Kernel, Query
 from metainfer.backends.layout import LayoutRegistry
-from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.call import RopeTables, TorchCall
 from metainfer.backends.torch.tensors import plain_weight, to_numpy, to_torch, torch_dtype
+from metainfer.hardware.device import Device
 from metainfer.ir.dtypes import BlockArray, Scalar
 from metainfer.ir.errors import PlanError
 from metainfer.ir.graph import Graph, Op, Value, attrs_of
 from metainfer.ir.interpret import Data, concrete_attr, interpret_graph
 from metainfer.ir.ops.record import infer_types, op_def
+from metainfer.ir.rope import Rope
 from metainfer.ir.types import StateType, Type
 
 Env = Mapping[str, int]
+_POSITIONS = 2**14  # rows of the rotary tables
 
 
 def make_op(
@@ -73,15 +76,26 @@ def run_kernel(
     *,
     env: Env | None = None,
     device: str = "cpu",
+    card: Device | None = None,
 ) -> tuple[Data, ...]:
-    """Results of an op by a torch kernel through its packings, states last and whole.
+    """Results of an op by a torch or Triton kernel through its packings, states last and whole.
+
+    Args:
+        kernel: what runs.
+        op: the group.
+        data: its operands.
+        layouts: packings by name.
+        env: values of the size symbols.
+        device: where torch computes.
+        card: description of the device, for kernels that ask for scratch space.
 
     Raises: PlanError if the kernel is bound by another backend.
     """
     run = getattr(kernel.binder, "run", None)
     if run is None:
         raise PlanError(f"{kernel.name} is no kernel of the torch executor")
-    call = make_call(op, data, layouts, kernel.layouts, env or {}, device)
+    scratch = _scratch_bytes(kernel, op, env or {}, card)
+    call = make_call(op, data, layouts, kernel.layouts, env or {}, device, scratch)
     run(call)
     results = [v for v in op.results if not v.is_state]
     tensors = [_as_array(t, v) for t, v in zip(call.outputs, results, strict=True)]
@@ -93,6 +107,14 @@ def run_kernel(
     return (*tensors, *states)
 
 
+def _scratch_bytes(kernel: Kernel, op: Op, env: Env, card: Device | None) -> int:
+    if kernel.workspace is None:
+        return 0
+    if card is None:
+        raise PlanError(f"{kernel.name} asks for scratch space, which depends on the device")
+    return kernel.workspace(Query(op, card, {name: (n, n) for name, n in env.items()}))
+
+
 def make_call(
     op: Op,
     data: Sequence[Data],
@@ -100,6 +122,7 @@ def make_call(
     packings: Mapping[int, str],
     env: Env,
     device: str = "cpu",
+    workspace: int = 0,
 ) -> TorchCall:
     """The call that the executor would make: operands packed and moved, outputs allocated.
 
@@ -109,7 +132,19 @@ def make_call(
     inputs = tuple(_placed(d, layouts, packings.get(i, ""), device) for i, d in enumerate(data))
     outputs = tuple(_output(v, env, device) for v in op.results if not v.is_state)
     attrs = op.attr if op.name == "fused" else op_def(op.name).complete(op.attr)
-    return TorchCall(op, inputs, outputs, {k: concrete_attr(v, env) for k, v in attrs.items()})
+    concrete = {k: concrete_attr(v, env) for k, v in attrs.items()}
+    # Scratch space holds whatever was left there.
+    scratch = torch.full((workspace,), 0xFF, dtype=torch.uint8, device=device)
+    return TorchCall(op, inputs, outputs, concrete, scratch, _rope_tables(device))
+
+
+def _rope_tables(device: str) -> RopeTables:
+    def tables(attrs: Mapping[str, Any], width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rope = Rope(**{name: attrs[name] for name in Rope.__dataclass_fields__})
+        cos, sin = rope.cos_sin(np.arange(_POSITIONS), width)
+        return to_torch(cos).to(device), to_torch(sin).to(device)
+
+    return tables
 
 
 def _placed(data: Data, layouts: LayoutRegistry, layout: str, device: str) -> Any:

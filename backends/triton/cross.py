@@ -1,0 +1,278 @@
+"""Cross-compiling: what a launch takes on a card that need not be here.
+
+`triton.compile` with a given target touches no driver. It does not hold shared memory against the
+card either, and its registers and spills are known only to the assembler: both are read here, and
+kept on disk under a hash of all that they depend on.
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from metainfer.backends.triton.interpreter import is_interpreting
+from metainfer.backends.triton.launch import Argument, Launch
+from metainfer.hardware.device import Device
+from metainfer.ir.errors import Unsupported
+
+_VERSION = 1  # of what is kept on disk
+_CUDA_WARP, _AMD_WARP = 32, 64
+_MATRIX = re.compile(r"\b(wgmma\.mma_async\.\S+|mma\.sync\.\S+|tcgen05\.mma\.\S+|v_mfma_\w+)")
+_TYPES = {
+    torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16",
+    torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5", torch.float8_e8m0fnu: "*u8",
+}  # fmt: skip
+_DIVISIBLE = [["tt.divisibility", 16]]
+# How instructions spell an operand type.
+_SPELLED = {
+    "bf16": ("bf16",), "f16": ("f16",), "f8e4m3": ("e4m3",), "tf32": ("tf32",), "i8": ("s8",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one launch takes on a card, read from its code.
+
+    Attributes:
+        shared_bytes: shared memory of a program.
+        registers: of a thread.
+        spilled_bytes: stores and loads of registers that did not fit, per thread.
+        matrix: matrix instructions in the code, each once.
+    """
+
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
+    matrix: tuple[str, ...]
+
+
+def resources_of(launch: Launch, device: Device) -> Resources:
+    """Compile a launch for a device, or read from disk what that gave before.
+
+    Raises: Unsupported if Triton refuses the code, knows no such device, or interprets.
+    """
+    if is_interpreting():
+        raise Unsupported(
+            "a process that interprets Triton cannot compile",
+            advice="unset TRITON_INTERPRET before Python starts",
+        )
+    signature, constants, attrs = _specialised(launch)
+    path = _cache_path(launch, device, signature, constants, attrs)
+    kept = _read(path)
+    if kept is not None:
+        return kept
+    made = _compiled(launch, device, signature, constants, attrs)
+    _write(path, made)
+    return made
+
+
+def faults_of(
+    resources: Resources, launch: Launch, device: Device, *, spills: bool = True
+) -> list[str]:
+    """What keeps a compiled launch from being right for a device, one line each.
+
+    Args:
+        resources: what it takes.
+        launch: what was compiled.
+        device: the card.
+        spills: whether spilled registers count; they cost time and change no number.
+    """
+    found = []
+    if resources.shared_bytes > device.smem_per_block_bytes:
+        found.append(
+            f"{resources.shared_bytes:,} bytes of shared memory, "
+            f"{device.smem_per_block_bytes:,} are there"
+        )
+    if spills and resources.spilled_bytes:
+        found.append(f"{resources.spilled_bytes:,} bytes of registers spilled")
+    if launch.matrix and not any(_takes(i, launch.matrix) for i in resources.matrix):
+        emitted = ", ".join(resources.matrix) or "none"
+        found.append(f"wanted a matrix instruction for {launch.matrix}, emitted {emitted}")
+    return found
+
+
+def _takes(instruction: str, operand: str) -> bool:
+    return any(f".{name}" in instruction for name in _SPELLED.get(operand, (operand,)))
+
+
+def target_of(device: Device) -> Any:
+    """Triton's name of a device.
+
+    Raises: Unsupported for a device that Triton does not compile for.
+    """
+    from triton.backends.compiler import GPUTarget
+
+    match = re.fullmatch(r"sm_(\d+)|(gfx\w+)", device.capability)
+    if match is None or not device.has("triton"):
+        raise Unsupported(
+            f"Triton does not compile for {device.name} ({device.capability})",
+            advice="its file names a capability such as sm_90 or gfx942 and the feature triton",
+        )
+    if match[1]:
+        return GPUTarget("cuda", int(match[1]), _CUDA_WARP)
+    return GPUTarget("hip", match[2], _AMD_WARP)
+
+
+# --- what Triton is asked to compile ----------------------------------------------------------
+
+
+def _specialised(launch: Launch) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+    """Signature, constants and attributes, specialised as a launch on a GPU would be.
+
+    Numbers equal to 1 become constants; addresses and numbers divisible by 16 are marked.
+    """
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
+    attrs: dict[Any, Any] = {}
+    for index, name in enumerate(launch.function.arg_names):
+        if name in launch.constants:
+            signature[name] = "constexpr"
+            constants[(index,)] = launch.constants[name]
+            continue
+        signature[name] = _type_of(launch.arguments[name])
+        for path, value in _leaves(launch.arguments[name], (index,)):
+            if isinstance(value, int) and not isinstance(value, bool) and value == 1:
+                constants[path] = 1
+                signature[name] = _replaced(signature[name], path[1:], "constexpr")
+            elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                attrs[path] = _DIVISIBLE
+    return signature, constants, attrs
+
+
+def _leaves(value: Argument, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    if isinstance(value, tuple):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, (*path, index))
+    else:
+        yield path, value
+
+
+def _replaced(type_: Any, path: tuple[int, ...], by: str) -> Any:
+    if not path:
+        return by
+    first, rest = path[0], path[1:]
+    return (*type_[:first], _replaced(type_[first], rest, by), *type_[first + 1 :])
+
+
+def _type_of(value: Argument) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_type_of(v) for v in value)
+    if isinstance(value, torch.Tensor):
+        return _TYPES[value.dtype]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"
+
+
+def _compiled(
+    launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any
+) -> Resources:
+    import triton
+    from triton.compiler import ASTSource
+
+    target = target_of(device)
+    source = ASTSource(launch.function, signature, constants, attrs)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    try:
+        made = triton.compile(source, target=target, options=options)
+    except Exception as error:  # Triton's passes raise whatever they like
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise Unsupported(
+            f"Triton cannot compile {launch.function.__name__} for {device.name}",
+            text="\n".join(lines[-3:]),
+            advice="another tile or kernel may fit; --forbid the one named",
+        ) from error
+    shared = int(made.metadata.shared)
+    if target.backend == "cuda":
+        code = made.asm["ptx"]
+        registers, spilled = _assembled(code, target.arch)
+    else:
+        code = made.asm["amdgcn"]
+        registers, spilled = _amd_registers(code)
+    return Resources(shared, registers, spilled, tuple(sorted(set(_MATRIX.findall(code)))))
+
+
+def _assembled(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers and spilled bytes, from the assembler that Triton brings along."""
+    from triton import knobs
+
+    tool = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
+    wanted = re.search(r"\.target (\S+?)[,\s]", ptx)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [tool.path, "-v", f"-arch={wanted[1] if wanted else f'sm_{arch}'}", file.name]
+        done = subprocess.run(
+            [*command, "-o", os.devnull], capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        raise Unsupported(
+            f"the assembler refuses code for sm_{arch}",
+            text=done.stderr.strip()[:500],
+            advice="is Triton complete? reinstall it",
+        )
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
+    return max(registers, default=0), sum(map(int, spills))
+
+
+def _amd_registers(code: str) -> tuple[int, int]:
+    """Vector registers, and spilled ones in bytes of a thread."""
+
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s*(\d+)", code)
+        return int(found[1]) if found else 0
+
+    return number("vgpr_count"), 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
+
+
+# --- what is kept on disk -----------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where compiled figures and emitted sources are kept between runs."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "metainfer" / "triton"
+
+
+def _cache_path(launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any) -> Path:
+    import triton
+
+    def text(value: Any) -> str:
+        return str(getattr(value, "cache_key", value))
+
+    parts = (
+        _VERSION, triton.__version__, target_of(device), launch.function.cache_key,
+        sorted(signature.items()), sorted((k, text(v)) for k, v in constants.items()),
+        sorted(attrs.items()), launch.num_warps, launch.num_stages,
+    )  # fmt: skip
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return cache_folder() / "resources" / f"{digest}.json"
+
+
+def _read(path: Path) -> Resources | None:
+    try:
+        data = json.loads(path.read_text())
+        return Resources(**{**data, "matrix": tuple(data["matrix"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        # Absent or damaged: it is made anew.
+        return None
+
+
+def _write(path: Path, made: Resources) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(asdict(made), file)
+    os.replace(file.name, path)

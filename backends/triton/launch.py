@@ -1,0 +1,94 @@
+"""A launch of a Triton function as a value: run by the executor, interpreted, or cross-compiled.
+
+A kernel is written once, as a function from a `TorchCall` to its launches. With tensors of a GPU
+the launches run; with CPU tensors they are interpreted; with tensors of torch's ``meta`` device,
+which hold types and shapes only, they are compiled for a card that need not be there (`cross`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.triton.interpreter import prepare
+
+# A run-time argument: a tensor (its address is passed), a number, or a tuple of such.
+Argument = Any
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch.
+
+    Attributes:
+        function: a ``@triton.jit`` function.
+        grid: programs along up to three axes.
+        arguments: run-time arguments by name.
+        constants: ``tl.constexpr`` arguments by name: numbers, text, other ``@triton.jit``
+            functions.
+        num_warps: warps of a program.
+        num_stages: buffers of a pipelined loop.
+        matrix: operand type ("bf16", "f8e4m3") of the matrix instructions that the code must use;
+            "" if it uses none.
+    """
+
+    function: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Argument]
+    constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    num_warps: int = 4
+    num_stages: int = 2
+    matrix: str = ""
+
+    def run(self) -> None:
+        """Launch on the current stream, or interpret."""
+        self.function[self.grid](
+            **self.arguments,
+            **self.constants,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
+
+
+Launches = Callable[[TorchCall], Sequence[Launch]]
+
+
+@dataclass(frozen=True)
+class TritonBinder:
+    """What a Triton kernel's record carries.
+
+    Attributes:
+        launches: what one call launches, in order; it touches no tensor's contents.
+    """
+
+    launches: Launches
+
+    def bind(self, call: TorchCall) -> Callable[[], None]:
+        """A function without arguments that runs the call.
+
+        Raises: Unsupported if Triton cannot run here.
+        """
+        prepare(_device_of(call))
+        made = tuple(self.launches(call))
+
+        def run() -> None:
+            for launch in made:
+                launch.run()
+
+        return run
+
+    def run(self, call: TorchCall) -> None:
+        """Bind and run once."""
+        self.bind(call)()
+
+
+def _device_of(call: TorchCall) -> str:
+    """Type of the device that a call's results, or its states, lie on."""
+    for output in call.outputs:
+        return output.device.type
+    for data in call.inputs:
+        if isinstance(data, torch.Tensor):
+            return data.device.type
+    return "cpu"
