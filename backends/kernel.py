@@ -14,6 +14,7 @@ from metainfer.ir.dims import Dim
 from metainfer.ir.dtypes import DType
 from metainfer.ir.errors import MetainferError, PlanError
 from metainfer.ir.graph import Op
+from metainfer.ir.ops.record import attr_value
 from metainfer.ir.types import StateType, TensorType
 
 
@@ -301,10 +302,10 @@ def at_most(operand: int, dim: int, limit: int, name: str = "") -> Constraint:
 
 
 def attr_is(name: str, *values: Any) -> Constraint:
-    """An attribute has one of the values; an absent one counts as the first."""
+    """An attribute has one of the values; an absent one has the default of the op's record."""
 
     def check(query: Query) -> str | None:
-        found = query.op.attr.get(name, values[0])
+        found = attr_value(query.op, name)
         return None if found in values else f"{found}"
 
     return Constraint(f"{name} is {' or '.join(map(str, values))}", check)

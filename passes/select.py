@@ -8,6 +8,7 @@ or for which there is no kernel, is split again. Refusals are repaired or report
 is a fallback, which --strict makes an error.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,11 @@ from metainfer.passes.candidates import (
 )
 from metainfer.passes.target import Decision, Target
 
-SMALL_LOSS = 0.03  # below this part of the step a fallback is information, not a warning
+# What falls back, by the pass that says so.
+_FALLBACKS = {
+    "select": ("group", "with only a generic kernel"),
+    "layout": ("state", "in pages that a faster kernel refuses"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,8 @@ class _Row:
 def select(module: Module, target: Target) -> Module:
     """Choose kernels for all groups.
 
-    Raises: Unsupported if a group has no kernel at all; StrictError under --strict if a generic
-    kernel had to be taken, listing every one.
+    Raises: Unsupported if a group has no kernel at all; StrictError under --strict if anything fell
+    back (a generic kernel here, a page size in `layout`), listing every one.
     """
     limits = module.limits()
     for graph in module.graphs:
@@ -339,7 +344,18 @@ def _refuse_fallbacks(target: Target) -> None:
     if not fallbacks:
         return
     raise StrictError(
-        f"{len(fallbacks)} groups have only a generic kernel on {target.device.name}",
+        f"the {target.strategy.phase} plan for {target.device.name} falls back: "
+        f"{_fallback_counts(fallbacks)}",
         text="\n".join(f"{d.place}: {d.subject} -> {d.chosen}: {d.reason}" for d in fallbacks),
-        advice="compile without --strict to accept them, or add kernels for this device",
+        advice="compile without --strict to accept them, lift a --page-size, --pin or --forbid, "
+        "or add kernels for this device",
     )
+
+
+def _fallback_counts(fallbacks: Sequence[Decision]) -> str:
+    """How many there are of each kind, in words."""
+    parts = []
+    for place, count in Counter(d.place.split()[0] for d in fallbacks).items():
+        noun, what = _FALLBACKS.get(place, ("decision", f"of {place}"))
+        parts.append(f"{count} {noun}{'s' * (count != 1)} {what}")
+    return ", ".join(parts)

@@ -11,7 +11,7 @@ from typing import cast
 from metainfer.ir.dims import Dim, dim
 from metainfer.ir.dtypes import Scalar, parse_dtype
 from metainfer.ir.graph import Attr, Op, Value, attrs_of
-from metainfer.ir.ops.record import op_def
+from metainfer.ir.ops.record import attr_value, op_def
 from metainfer.ir.types import TensorType
 from metainfer.passes.fold import MAKERS, number_in
 
@@ -151,7 +151,7 @@ def _slice(op: Op, known: Known) -> Simplified:
 def _bounds(op: Op) -> tuple[Dim, Dim, int]:
     attr = op.attr
     start, stop = (dim(cast(Dim | int, attr[k])) for k in ("start", "stop"))
-    return start, stop, cast(int, attr.get("step", 1))
+    return start, stop, cast(int, attr_value(op, "step"))
 
 
 def _concat(op: Op, known: Known) -> Simplified:

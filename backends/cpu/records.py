@@ -22,6 +22,7 @@ from metainfer.backends.layout import Layout, LayoutRegistry
 from metainfer.ir.dims import Dim, dim
 from metainfer.ir.dtypes import parse_dtype
 from metainfer.ir.errors import TypeMismatch
+from metainfer.ir.ops.record import attr_value
 from metainfer.ir.types import TensorType
 
 CPU = device_kind("cpu")
@@ -218,7 +219,7 @@ def _caches_f32(operand: int) -> Constraint:
 def _half_split(query: Query) -> str | None:
     body = query.op.body
     ropes = [o for o in body.ops if o.name == "rope"] if body else [query.op]
-    bad = [o for o in ropes if o.attr.get("interleaved", False)]
+    bad = [o for o in ropes if attr_value(o, "interleaved")]
     return "interleaved pairs" if bad else None
 
 
@@ -310,7 +311,7 @@ def _pointwise() -> list[Kernel]:
         ("silu", "silu", ()),
         ("exp", "exp", ()),
         ("gelu_erf", "gelu", (attr_is("approximate", "none"),)),
-        ("gelu_tanh", "gelu", (_tanh(),)),
+        ("gelu_tanh", "gelu", (attr_is("approximate", "tanh"),)),
         ("silu_mul", "silu_mul_halves", ()),
         ("gelu_erf_mul", "gelu_mul_halves", (_gelu_of_body("none"),)),
         ("gelu_tanh_mul", "gelu_mul_halves", (_gelu_of_body("tanh"),)),
@@ -340,21 +341,13 @@ def _pointwise() -> list[Kernel]:
     return made
 
 
-def _tanh() -> Constraint:
-    def check(query: Query) -> str | None:
-        found = query.op.attr.get("approximate", "none")
-        return None if found == "tanh" else str(found)
-
-    return Constraint("approximate is tanh", check)
-
-
 def _gelu_of_body(approximate: str) -> Constraint:
     def check(query: Query) -> str | None:
         body = query.op.body
         inner = [o for o in body.ops if o.name in ("gelu", "gelu_mul")] if body else []
         if not inner:
             raise TypeMismatch("a gelu_mul_halves group without a gelu in its body")
-        found = inner[0].attr.get("approximate", "none")
+        found = attr_value(inner[0], "approximate")
         return None if found == approximate else str(found)
 
     return Constraint(f"approximate is {approximate}", check)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from metainfer.backends.kernel import Constraint, Query, Repair
 from metainfer.ir.dtypes import Block, DType, Scalar
 from metainfer.ir.graph import Op
+from metainfer.ir.ops.record import attr_value
 from metainfer.ir.types import StateType, TensorType
 
 
@@ -135,7 +136,7 @@ def reduces_something() -> Constraint:
     """A reduction names a dim: libraries read no dims as all of them."""
 
     def check(query: Query) -> str | None:
-        return None if query.op.attr.get("dims") else "no dims"
+        return None if attr_value(query.op, "dims") else "no dims"
 
     return Constraint("dims are named", check)
 
@@ -156,7 +157,7 @@ def causal_is_square() -> Constraint:
     """Causal attention has as many queries as keys, where all libraries mean the same by it."""
 
     def check(query: Query) -> str | None:
-        if not query.op.attr.get("causal", False):
+        if not attr_value(query.op, "causal"):
             return None
         rows, columns = query.tensor(0).shape[-2], query.tensor(1).shape[-2]
         return None if rows == columns else f"{rows} queries, {columns} keys"
@@ -233,8 +234,10 @@ def body_attr(index: int, name: str, value: str) -> Constraint:
 
     def check(query: Query) -> str | None:
         body = _body(query.op)
-        found = str(body[index].attr.get(name, "none")) if index < len(body) else "none"
-        return None if found == value else found
+        if index >= len(body):
+            return f"{len(body)} ops"
+        found = attr_value(body[index], name)
+        return None if found == value else f"{found}"
 
     return Constraint(f"{name} is {value}", check)
 

@@ -290,6 +290,21 @@ def _is_block(type_: Type) -> bool:
     return isinstance(type_, TensorType) and isinstance(type_.dtype, Block)
 
 
+def attr_value(op: Op, name: str) -> Attr:
+    """An attribute of an op: as it stands there, else the default of the op's record.
+
+    Raises: TypeMismatch if the op has no such attribute, or needs it and lacks it.
+    """
+    if op.name in ("fused", "call"):
+        if name not in op.attr:
+            raise TypeMismatch(f"{op.name} lacks the attribute {name!r}")
+        return op.attr[name]
+    complete = op_def(op.name).complete(op.attr)
+    if name not in complete:
+        raise TypeMismatch(f"{op.name} has no attribute {name!r}")
+    return complete[name]
+
+
 def op_sizes(op: Op, env: Mapping[str, int]) -> Sizes:
     """Concrete sizes of an op, for its cost functions."""
     attrs = op.attr if op.name in ("fused", "call") else op_def(op.name).complete(op.attr)
@@ -370,6 +385,7 @@ __all__ = [
     "ShardRule",
     "Sizes",
     "StateType",
+    "attr_value",
     "infer_types",
     "op",
     "op_def",

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch_samples import KERNELS, RNG, build, floats, fused, paged, scalar, weight
 
-from metainfer.backends.kernel import Kernel, Query, Registry
+from metainfer.backends.kernel import Kernel, Query, Registry, attr_is
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import TorchBinder
 from metainfer.backends.torch.check import make_op
@@ -208,3 +208,21 @@ def test_embedding_rounds_nothing_by_itself() -> None:
     assert texts("torch.embedding", op, CPU) == [
         "wanted result has the type of operand 1, found f32 from bf16"
     ]
+
+
+def test_an_absent_attribute_has_the_default_of_its_op() -> None:
+    """Not the first value that the kernel takes: `gelu` without an attribute is the exact one."""
+    floats_ = [tensor(parse_dtype("f32"), "T", 8)]
+    plain = Query(make_op("gelu", floats_, {}), CPU, LIMITS)
+    tanh = Query(make_op("gelu", floats_, {"approximate": "tanh"}), CPU, LIMITS)
+    only_tanh = attr_is("approximate", "tanh", "other")
+    assert (only_tanh.check(plain), only_tanh.check(tanh)) == ("none", None)
+    both = attr_is("approximate", "tanh", "none")
+    assert (both.check(plain), both.check(tanh)) == (None, None)
+
+
+def test_an_attribute_that_an_op_lacks_is_a_refusal() -> None:
+    query = Query(make_op("silu", [tensor(parse_dtype("f32"), "T", 8)], {}), CPU, LIMITS)
+    kernel = Kernel("test.silu", "silu", "test", (attr_is("approximate", "none"),))
+    (refusal,) = kernel.refusals(query)
+    assert "silu has no attribute 'approximate'" in refusal.found

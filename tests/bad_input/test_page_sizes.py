@@ -109,6 +109,9 @@ def test_strict_refuses_it(refused, damaged: Path, tmp_path: Path) -> None:
         "compile", damaged, "--page-size", 24, "--strict", "--out", tmp_path / "p", code=3
     )
     assert "cpu.attention_paged wants page size" in found.text
+    # Another made kernel runs the attention: no group has only a generic one.
+    assert "falls back: 1 state in pages that a faster kernel refuses\n" in found.text
+    assert "generic" not in found.text
 
 
 @pytest.mark.parametrize("option", [("--page-size", -1), ("--page-size", 2**40)])
