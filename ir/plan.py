@@ -8,9 +8,6 @@ numbers only.
 import hashlib
 import io
 import json
-import os
-import shutil
-import tempfile
 import tokenize
 import zipfile
 import zlib
@@ -26,6 +23,7 @@ from metainfer.ir.errors import PlanError
 from metainfer.ir.graph import Module
 from metainfer.ir.parser import parse_module
 from metainfer.ir.strategy import PHASES
+from metainfer.ir.whole_folder import sweep, write_folder
 
 SCHEMA = 1
 META = "plan.json"
@@ -101,8 +99,10 @@ class Plan:
     def save(self, path: Path, *, overwrite: bool = False) -> None:
         """Write the folder: complete or not at all.
 
+        What processes that were killed while writing the same folder left there is removed.
         Raises: PlanError if something else is in the way, or the disk refuses.
         """
+        sweep(path)
         if path.exists() and not (overwrite and _is_plan(path)):
             raise PlanError(
                 f"{path} exists already", advice="give another --out, or --force to replace a plan"
@@ -112,7 +112,7 @@ class Plan:
         meta = {**self.meta, "files": hashes, "hash": _plan_hash(self.meta, hashes)}
         files[META] = (json.dumps(meta, indent=1, sort_keys=True) + "\n").encode()
         try:
-            _write_folder(path, files)
+            write_folder(path, files)
         except OSError as error:
             raise PlanError(
                 f"the plan could not be written to {path}: {error.strerror or error}",
@@ -220,42 +220,6 @@ def _misses(path: Path, place: str) -> PlanError:
     return PlanError(
         f"{path / META} is no plan: {place} is not as it must be", advice="compile again"
     )
-
-
-def _write_folder(path: Path, files: Mapping[str, bytes]) -> None:
-    """Write to a temporary neighbour, then rename into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        for name, data in files.items():
-            with open(temporary / name, "wb") as out:
-                out.write(data)
-                out.flush()
-                os.fsync(out.fileno())
-        os.chmod(temporary, 0o755)
-        if path.exists():
-            _replace_folder(path, temporary)
-        else:
-            os.rename(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace_folder(path: Path, by: Path) -> None:
-    """Put a folder in another's place; the old one comes back if that fails."""
-    retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-    try:
-        os.rename(path, retired / path.name)
-        try:
-            os.rename(by, path)
-        except BaseException:
-            os.rename(retired / path.name, path)
-            raise
-    except BaseException:
-        # Fails if the old plan could not be put back: it stays, hidden, rather than be lost.
-        retired.rmdir()
-        raise
-    shutil.rmtree(retired)
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

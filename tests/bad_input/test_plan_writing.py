@@ -1,6 +1,7 @@
 """A plan is written whole or not at all: full disks, refused renames, kills."""
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -165,11 +166,13 @@ def test_a_kill_leaves_no_plan_and_does_not_stand_in_the_way(
     place = tmp_path / "out" / "plan"
     kill_while_writing(plan, place, tmp_path / "mark")
     assert not place.exists()
-    assert all(name.startswith(".plan.") for name in listing(place.parent))
+    (left,) = listing(place.parent)
+    assert left.startswith(".plan.new.")
     with pytest.raises(PlanError, match="no plan at"):
         Plan.read(place)
     metainfer.compile(tiny, "cpu", out=place, **SMALL)
     assert Plan.read(place).hash == Plan.read(plan).hash
+    assert listing(place.parent) == ["plan"]
 
 
 def test_a_kill_while_replacing_leaves_the_old_plan(plan: Path, tiny: Path, tmp_path: Path) -> None:
@@ -177,3 +180,40 @@ def test_a_kill_while_replacing_leaves_the_old_plan(plan: Path, tiny: Path, tmp_
     old = metainfer.compile(tiny, "cpu", out=place, **{**SMALL, "max_context": 16})
     kill_while_writing(plan, place, tmp_path / "mark")
     assert Plan.read(place).hash == old.hash
+
+
+def test_only_what_dead_processes_left_of_the_same_folder_is_swept(
+    made: Plan, tmp_path: Path, listing
+) -> None:
+    others = [".plan.2.new.abcdefgh", ".plan.new", ".planet.new.abcdefgh", ".plan.new.new.abcdefgh"]
+    for name in (*others, ".plan.new.abcdefgh", ".plan.old.abcdefgh", ".plan.new.12345678"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".plan.new.abcdefgh" / "plan.json").write_text("half")
+    living = os.open(tmp_path / ".plan.new.12345678", os.O_RDONLY)
+    fcntl.flock(living, fcntl.LOCK_EX)  # as the process holds it that writes there
+    made.save(tmp_path / "plan")
+    assert listing(tmp_path) == sorted([*others, ".plan.new.12345678", "plan"])
+    os.close(living)
+    made.save(tmp_path / "plan", overwrite=True)
+    assert listing(tmp_path) == sorted([*others, "plan"])
+
+
+def test_a_plan_that_a_kill_left_aside_comes_back(made: Plan, tmp_path: Path, listing) -> None:
+    """Killed between the two renames of a replacement: the old plan is hidden, not lost."""
+    made.save(tmp_path / ".plan.old.abcdefgh" / "plan")
+    with pytest.raises(PlanError, match="exists already"):
+        made.save(tmp_path / "plan")
+    assert listing(tmp_path) == ["plan"]
+    assert Plan.read(tmp_path / "plan").hash == made.hash
+
+
+def test_a_folder_that_cannot_be_locked_is_written(made: Plan, tmp_path: Path, monkeypatch) -> None:
+    def unsupported(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    (tmp_path / ".plan.new.abcdefgh").mkdir()
+    made.save(tmp_path / "plan")
+    assert Plan.read(tmp_path / "plan").hash == made.hash
+    # Nobody knows whether its process lives.
+    assert (tmp_path / ".plan.new.abcdefgh").exists()
