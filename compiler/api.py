@@ -23,6 +23,7 @@ from metainfer.compiler.capacity import Capacity, plan_capacity
 from metainfer.compiler.capture import Captured, built, capture_language_model, capture_module
 from metainfer.compiler.check import pass_checker
 from metainfer.compiler.cost import CostModel
+from metainfer.compiler.explain import NO_WEIGHTS
 from metainfer.compiler.overrides import check_applied, check_overrides
 from metainfer.compiler.predict import predict
 from metainfer.compiler.sources import known_name, resolve_model
@@ -41,7 +42,12 @@ from metainfer.models.spec import ModelSpec
 from metainfer.passes.layout import DEFAULT_PAGE
 from metainfer.passes.pipeline import Timing, run_passes
 from metainfer.passes.target import Decision, Report, Target
-from metainfer.runtime.checkpoint import Checkpoint, check_tensors, open_checkpoint
+from metainfer.runtime.checkpoint import (
+    Checkpoint,
+    absent_shards,
+    check_tensors,
+    open_checkpoint,
+)
 
 Progress = Callable[[str], None]
 _TORCH = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -56,6 +62,7 @@ class _Input:
     options: Options
     backends: Backends
     checkpoint: Checkpoint | None
+    absent: str  # why there is no checkpoint
     report: Report
     progress: Progress
     argument: str
@@ -101,7 +108,10 @@ def compile(
     machine = hw if isinstance(hw, Machine) else load_machine(str(hw))
     check_overrides(chosen, installed().kernels)
     argument = _argument(model, spec)
-    given = _Input(spec, machine, chosen, installed(), _open(spec), Report(), progress, argument)
+    checkpoint, absent = _open(spec)
+    given = _Input(
+        spec, machine, chosen, installed(), checkpoint, absent, Report(), progress, argument
+    )
     if os.environ.get("METAINFER_VERIFY", "1") == "2":
         given = _checked_on_tiny(given, begun)
     try:
@@ -150,20 +160,28 @@ def _checked_on_tiny(given: _Input, begun: float) -> _Input:
         return replace(given, interpreted=True)
     given.progress("interpreting the tiny form around every pass")
     tiny = replace(
-        given, spec=given.spec.tiny(), checkpoint=None, report=Report(), interpreted=True
+        given,
+        spec=given.spec.tiny(),
+        checkpoint=None,
+        absent="random",
+        report=Report(),
+        interpreted=True,
     )
     options = replace(given.options, max_context=0, strict=False)
-    _compile(replace(tiny, options=options), None, begun)
+    _compile(replace(tiny, options=options, interpreted=True), None, begun)
     return given
 
 
-def _open(spec: ModelSpec) -> Checkpoint | None:
-    """The checkpoint, None where the spec names none or it is not on this machine."""
+def _open(spec: ModelSpec) -> tuple[Checkpoint | None, str]:
+    """The checkpoint; or why there is none: the spec names none, or it is not on this machine."""
     try:
         path = spec.locate_checkpoint()
-    except CheckpointError:
-        return None
-    return open_checkpoint(path)
+    except CheckpointError as error:
+        return None, error.what
+    shards = absent_shards(path)
+    if shards:
+        return None, f"the index in {path} names {', '.join(shards)}: none of them is there"
+    return open_checkpoint(path), ""
 
 
 def _compile(given: _Input, instance: nn.Module | None, begun: float) -> Plan:
@@ -290,8 +308,11 @@ def _attach(given: _Input, captured: Captured, strategies: Mapping[str, Strategy
     if given.checkpoint is None:
         assumed = activations if spec.dtype is None else parse_dtype(spec.dtype)
         if spec.checkpoint is not None or spec.kind == "causal_lm":
-            reason = "no weights on this machine: the plan is made from the model's shapes"
-            given.report.add(Decision("weights", "checkpoint", str(assumed), reason))
+            reason = (
+                "no weights on this machine, the plan is made from the model's shapes: "
+                f"{given.absent}"
+            )
+            given.report.add(Decision(NO_WEIGHTS, "checkpoint", str(assumed), reason))
         header = header_without_weights(captured.module, assumed)
     else:
         wanted = {

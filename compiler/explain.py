@@ -9,7 +9,7 @@ from metainfer.ir.errors import PlanError
 from metainfer.ir.plan import Plan
 from metainfer.ir.strategy import PHASES
 
-_SELECT = "select "
+NO_WEIGHTS = "weights"  # place of the decision that says why there are none
 
 
 @dataclass(frozen=True)
@@ -327,13 +327,18 @@ class PhaseSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A plan in one page."""
+    """A plan in one page.
+
+    Attributes:
+        no_weights: why the plan was made without a checkpoint; "" if it was not.
+    """
 
     plan_hash: str
     model: str
     kind: str
     machine: str
     devices: str
+    no_weights: str
     formats: Mapping[str, str]
     phases: tuple[PhaseSummary, ...]
     memory: Mapping[str, Any]
@@ -358,6 +363,7 @@ def summarize(plan: Plan) -> Summary:
         kind=meta["model"]["kind"],
         machine=machine["name"],
         devices=_devices(machine),
+        no_weights=_no_weights(plan),
         formats=formats,
         phases=tuple(_phase_summary(plan, phase) for phase in ordered_phases(plan)),
         memory=meta["capacity"],
@@ -370,6 +376,11 @@ def _devices(machine: Mapping[str, Any]) -> str:
 
     loaded = Machine.from_dict(dict(machine))
     return f"{loaded.num_devices} x {loaded.device(0).title}"
+
+
+def _no_weights(plan: Plan) -> str:
+    decisions = (d for phase in ordered_phases(plan) for d, _ in _decisions(plan, phase))
+    return next((str(d["reason"]) for d in decisions if d["place"] == NO_WEIGHTS), "")
 
 
 def _weight_formats(plan: Plan) -> str:

@@ -35,7 +35,9 @@ def hf_spec(folder: Path) -> ModelSpec:
         )
     keys = _read_json(path)
     config = DecoderConfig.from_hf(keys, origin=str(path))
-    has_weights = any(folder.glob("*.safetensors"))
+    # An index without its shards counts too: compiling says which files are missing.
+    patterns = ("*.safetensors", "*.safetensors.index.json")
+    has_weights = any(any(folder.glob(pattern)) for pattern in patterns)
     has_tokenizer = (folder / "tokenizer.json").is_file()
     return decoder_spec(
         identifier(folder.resolve().name),

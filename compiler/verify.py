@@ -100,6 +100,7 @@ def verify(
     tokens: int = 256,
     limit: float | None = None,
     allow_machine_mismatch: bool = False,
+    allow_checkpoint_mismatch: bool = False,
     num_threads: int = 0,
     progress: Show = lambda message: None,
 ) -> Verification:
@@ -115,6 +116,7 @@ def verify(
         limit: greatest mean divergence (language model) or relative error (module) that passes;
             None takes `default_limit`, or what the activations' type allows.
         allow_machine_mismatch: run although this machine lacks what the plan counts on.
+        allow_checkpoint_mismatch: take another checkpoint than the plan was compiled with.
         num_threads: CPU threads, 0 for all.
         progress: called with one line as each stage begins.
 
@@ -123,6 +125,7 @@ def verify(
     spec = reference_spec(plan, model, weights)
     options: dict[str, Any] = {
         "allow_machine_mismatch": allow_machine_mismatch,
+        "allow_checkpoint_mismatch": allow_checkpoint_mismatch,
         "num_threads": num_threads,
     }
     if plan.meta["model"]["kind"] != "causal_lm":
@@ -137,7 +140,8 @@ def verify(
     progress("compiling the float32 reference")
     reference = compile_reference(plan, spec, window)
     progress("loading the reference")
-    held = load(reference, weights, **options)
+    # The plan has been held against these weights; the reference takes them whatever they are.
+    held = load(reference, weights, **{**options, "allow_checkpoint_mismatch": True})
     found = []
     for walk in walks(ids, loaded.max_tokens, loaded.max_sequences, window):
         progress(walk.name)

@@ -1,7 +1,7 @@
 """Folders that are written whole or not at all.
 
-Files go to a hidden neighbour first, which is then renamed into place. The neighbour is locked while
-its process lives; what a killed process left there is swept when the same folder is written again.
+Files go to a hidden neighbour first, which is then renamed into place. The neighbour is locked
+while its process lives; what a killed process left is swept when the same folder is written again.
 """
 
 import fcntl
@@ -75,7 +75,7 @@ def _neighbour(path: Path, tail: str) -> Iterator[Path]:
 
     It stays if an old folder lies in it that could not be put back.
     """
-    handle = -1
+    folder, handle = path, -1
     while handle < 0:
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.{tail}.", dir=path.parent))
         handle = _locked(folder)

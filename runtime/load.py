@@ -18,7 +18,7 @@ from metainfer.ir.graph import Module
 from metainfer.ir.interpret import unify
 from metainfer.ir.plan import Plan
 from metainfer.ir.verify import verify_module
-from metainfer.runtime.checkpoint import open_checkpoint
+from metainfer.runtime.checkpoint import Checkpoint, open_checkpoint
 from metainfer.runtime.executor import Measured, PhaseExecutor
 from metainfer.runtime.legality import check_kernels
 from metainfer.runtime.storage import Storage
@@ -38,6 +38,7 @@ def load(
     weights: Weights = None,
     *,
     allow_machine_mismatch: bool = False,
+    allow_checkpoint_mismatch: bool = False,
     num_threads: int = 0,
 ) -> "LoadedModel":
     """Load a plan and its weights.
@@ -47,17 +48,20 @@ def load(
         weights: where tensors come from: a checkpoint's path, a state_dict, or a function from
             name to array; None takes the checkpoint that the plan names.
         allow_machine_mismatch: run although this machine lacks what the plan counts on.
+        allow_checkpoint_mismatch: take another checkpoint of the same model (a fine-tune, say) than
+            the plan was compiled with; names, sizes and formats must agree nevertheless.
         num_threads: CPU threads; 0 takes every processor given to this process.
 
-    Raises: PlanError for a plan of another machine or other kernels; CheckpointError for weights
-        that are not those of the plan.
+    Raises: PlanError for a plan of another machine, other kernels or another checkpoint;
+        CheckpointError for weights that do not fit the plan.
     """
     found = plan if isinstance(plan, Plan) else Plan.read(Path(plan))
     machine = Machine.from_dict(dict(found.meta["machine"]))
     check_fingerprints(dict(found.meta["kernel_sources"]))
     if not allow_machine_mismatch:
         _check_machine(machine)
-    return LoadedModel(found, machine, _provider(found, weights), installed(), num_threads)
+    provider = _provider(found, weights, allow_checkpoint_mismatch)
+    return LoadedModel(found, machine, provider, installed(), num_threads)
 
 
 def _check_machine(planned: Machine) -> None:
@@ -78,7 +82,7 @@ def _check_machine(planned: Machine) -> None:
         )
 
 
-def _provider(plan: Plan, weights: Weights) -> Provider:
+def _provider(plan: Plan, weights: Weights, allow_other: bool) -> Provider:
     renames = dict(plan.meta["model"]["renames"])
     if callable(weights):
         return weights
@@ -91,7 +95,27 @@ def _provider(plan: Plan, weights: Weights) -> Provider:
             advice="give --weights PATH, or weights=... in Python",
         )
     checkpoint = open_checkpoint(Path(path))
+    if not allow_other:
+        _check_checkpoint(plan, checkpoint, str(path))
     return checkpoint_provider(checkpoint.read, renames, plan.constants)
+
+
+def _check_checkpoint(plan: Plan, checkpoint: Checkpoint, path: str) -> None:
+    """Hold the fingerprint against that of the checkpoint that the plan was compiled with."""
+    wanted = plan.meta["model"]["checkpoint_hash"]
+    if not wanted:
+        return  # compiled without weights: any that fit will do
+    found = checkpoint.content_hash()
+    if found != wanted:
+        checkpoint.close()
+        raise PlanError(
+            f"the checkpoint is not the one that the plan of {plan.meta['model']['name']} was "
+            "compiled with",
+            text=f"fingerprint {found[:16]}..., the plan says {wanted[:16]}...",
+            origin=path,
+            advice="give that checkpoint (--weights PATH), compile again, or insist with "
+            "--allow-checkpoint-mismatch",
+        )
 
 
 class LoadedModel:

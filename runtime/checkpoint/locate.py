@@ -5,7 +5,11 @@ from pathlib import Path
 from metainfer.ir.errors import CheckpointError
 from metainfer.runtime.checkpoint.gguf_file import GgufCheckpoint
 from metainfer.runtime.checkpoint.interface import Checkpoint
-from metainfer.runtime.checkpoint.safetensors_file import SafetensorsFile, SafetensorsFolder
+from metainfer.runtime.checkpoint.safetensors_file import (
+    SafetensorsFile,
+    SafetensorsFolder,
+    shards_of,
+)
 
 _FORMS = "give a folder with *.safetensors (and their index), a .safetensors file or a .gguf file"
 
@@ -27,6 +31,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if place.name.endswith(".safetensors.index.json"):
         return SafetensorsFolder(place)
     raise CheckpointError("not a checkpoint file", origin=str(place), advice=_FORMS)
+
+
+def absent_shards(path: str | Path) -> tuple[str, ...]:
+    """Files that the one index at a path (or in its folder) names, if none of them is there.
+
+    So it is where a folder was downloaded without its weights. Where some are there and some are
+    not, opening raises.
+    """
+    place = Path(path)
+    indexes = sorted(place.glob("*.safetensors.index.json")) if place.is_dir() else [place]
+    if len(indexes) != 1 or not indexes[0].name.endswith(".safetensors.index.json"):
+        return ()
+    names = shards_of(indexes[0])
+    return () if any((indexes[0].parent / name).is_file() for name in names) else names
 
 
 def _open_folder(folder: Path) -> Checkpoint:

@@ -195,6 +195,14 @@ class SafetensorsFolder:
             shard.close()
 
 
+def shards_of(index: Path) -> tuple[str, ...]:
+    """Names of the files that an index puts tensors in.
+
+    Raises: CheckpointError if it is no index.
+    """
+    return tuple(sorted(set(_read_index(index)[0].values())))
+
+
 def _load_json(text: bytes, origin: str, of: str) -> dict[str, object]:
     """Parse an object without repeated keys."""
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import metainfer
 from metainfer.cli.app import app
-from metainfer.ir.errors import CheckpointError
+from metainfer.ir.errors import CheckpointError, PlanError
 
 Tensors = dict[str, torch.Tensor]
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -114,14 +114,50 @@ def test_a_config_of_another_size_is_no_match(tiny: Path, tmp_path: Path) -> Non
     assert "mlp.down_proj.weight has [48, 80], wanted [48, 96]" in caught.value.text
 
 
-def test_a_checkpoint_that_changed_after_compiling_is_refused(tiny: Path, tmp_path: Path) -> None:
-    from metainfer.runtime.load import load
+def tuned(tensors: Tensors) -> None:
+    """A fine-tune: names, sizes and formats are the same."""
+    for tensor in tensors.values():
+        tensor.mul_(1.25)
 
-    path = changed(tiny, tmp_path / "model", lambda tensors: None)
-    plan = metainfer.compile(path, "cpu", **SMALL)
+
+def test_another_checkpoint_is_refused_by_its_fingerprint(tiny: Path, tmp_path: Path) -> None:
+    plan = metainfer.compile(tiny, "cpu", **SMALL)
+    for change in (tuned, transposed, missing):
+        other = changed(tiny, tmp_path / change.__name__, change)
+        with pytest.raises(PlanError, match="not the one that the plan of tiny") as caught:
+            metainfer.load(plan, other)
+        assert caught.value.origin == str(other)
+        assert "--allow-checkpoint-mismatch" in caught.value.advice
+    same = changed(tiny, tmp_path / "copy", lambda tensors: None)
+    assert metainfer.load(plan, same).max_context == 32
+
+
+def test_another_checkpoint_may_be_insisted_on_if_it_fits(tiny: Path, tmp_path: Path) -> None:
+    plan = metainfer.compile(tiny, "cpu", **SMALL)
+    fits = changed(tiny, tmp_path / "tuned", tuned)
+    assert metainfer.load(plan, fits, allow_checkpoint_mismatch=True).max_context == 32
     for change, word in ((transposed, "[48, 64]"), (missing, Q)):
         broken = changed(tiny, tmp_path / change.__name__, change)
-        with pytest.raises(CheckpointError) as caught:
-            load(plan, broken)
-        assert word in str(caught.value)
-        assert caught.value.exit_code == 2
+        with pytest.raises(CheckpointError) as found:
+            metainfer.load(plan, broken, allow_checkpoint_mismatch=True)
+        assert word in str(found.value)
+        assert found.value.exit_code == 2
+
+
+def test_a_plan_without_weights_takes_any_that_fit(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "tiny", ignore=shutil.ignore_patterns("*.safetensors"))
+    plan = metainfer.compile(tmp_path / "tiny", "cpu", **SMALL)
+    assert plan.meta["model"]["checkpoint_hash"] == ""
+    assert metainfer.load(plan, tiny).max_context == 32
+
+
+def test_the_verbs_refuse_other_weights_too(refused, tiny: Path, plan: Path, tmp_path) -> None:
+    other = changed(tiny, tmp_path / "tuned", tuned)
+    for verb in (("run", plan, "abc"), ("bench", plan), ("verify", plan)):
+        found = refused(*verb, "--weights", other)
+        assert "not the one that the plan of tiny was compiled with" in found.what
+    insisted = [
+        "run", str(plan), "abc", "--weights", str(other), "--max-new-tokens", "1",
+        "--allow-checkpoint-mismatch",
+    ]  # fmt: skip
+    assert CliRunner().invoke(app, insisted).exit_code == 0

@@ -73,19 +73,52 @@ def test_something_else_under_the_name(refused, damaged: Path, tmp_path, start: 
     assert WEIGHTS in found.text
 
 
-def test_a_shard_that_is_missing(refused, damaged: Path, tmp_path: Path) -> None:
-    tensors = load_file(damaged / WEIGHTS)
-    (damaged / WEIGHTS).unlink()
+def in_two_shards(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
     parts = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(sorted(tensors))}
     for part in sorted(set(parts.values())):
-        save_file({n: t for n, t in tensors.items() if parts[n] == part}, damaged / part)
+        save_file({n: t for n, t in tensors.items() if parts[n] == part}, folder / part)
     index = {"metadata": {}, "weight_map": parts}
-    (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_shard_that_is_missing(refused, damaged: Path, tmp_path: Path) -> None:
+    in_two_shards(damaged)
     arguments = ("compile", damaged, *SMALL, "--out")
     whole = CliRunner().invoke(app, [*map(str, arguments), str(tmp_path / "whole")])
     assert whole.exit_code == 0, whole.output
     (damaged / "part-1.safetensors").unlink()
     assert "part-1.safetensors" in refused(*arguments, tmp_path / "p").text
+
+
+def test_an_index_without_any_shard_compiles_and_says_so(damaged: Path, tmp_path: Path) -> None:
+    """A folder downloaded without its weights: a plan can be made, but not in silence."""
+    in_two_shards(damaged)
+    shards = [damaged / f"part-{i}.safetensors" for i in (0, 1)]
+    kept = [shard.read_bytes() for shard in shards]
+    for shard in shards:
+        shard.unlink()
+    out = tmp_path / "p"
+    result = CliRunner().invoke(app, ["compile", str(damaged), *SMALL, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert "no weights on this machine, the plan is made from the model's shapes" in said
+    assert "names part-0.safetensors, part-1.safetensors: none of them is there" in said
+    explained = CliRunner().invoke(app, ["explain", str(out)])
+    assert "none of them is there" in " ".join(explained.stdout.split())
+    # Once the shards are there the plan runs with them.
+    for shard, data in zip(shards, kept, strict=True):
+        shard.write_bytes(data)
+    arguments = ["run", str(out), "abc", "--max-new-tokens", "1"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
+def test_a_folder_without_weights_compiles_and_says_so(damaged: Path, tmp_path: Path) -> None:
+    (damaged / WEIGHTS).unlink()
+    arguments = ["compile", str(damaged), *SMALL, "--out", str(tmp_path / "p"), "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert "model 'damaged' has no checkpoint" in json.loads(result.stdout)["no_weights"]
 
 
 def test_weights_that_changed_after_compiling(refused, damaged: Path, tmp_path: Path) -> None:

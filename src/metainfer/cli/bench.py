@@ -4,7 +4,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from metainfer.cli.options import Json, Mismatch, PlanPath, Threads, WeightsPath, check_plan_path
+from metainfer.cli.options import (
+    Json,
+    Mismatch,
+    OtherCheckpoint,
+    PlanPath,
+    Threads,
+    WeightsPath,
+    check_plan_path,
+)
 from metainfer.cli.output import print_json, print_table, progress, show_rate, show_seconds
 from metainfer.ir.errors import MetainferError
 
@@ -26,6 +34,7 @@ def bench(
     threads: Threads = 0,
     weights: WeightsPath = None,
     allow_machine_mismatch: Mismatch = False,
+    allow_checkpoint_mismatch: OtherCheckpoint = False,
     as_json: Json = False,
 ) -> None:
     """Measure a plan: prefill and decode apart, medians, with prediction and roofline.
@@ -42,8 +51,9 @@ def bench(
         from metainfer.runtime.load import load
 
         model = load(
-            plan, weights, allow_machine_mismatch=allow_machine_mismatch, num_threads=threads
-        )
+            plan, weights, allow_machine_mismatch=allow_machine_mismatch,
+            allow_checkpoint_mismatch=allow_checkpoint_mismatch, num_threads=threads,
+        )  # fmt: skip
         if model.is_language_model:
             if sizes:
                 raise MetainferError("--size is for modules", advice="give --prompt-tokens")

@@ -136,6 +136,8 @@ def _times(summary: "Summary", wall: float) -> dict[str, float]:
 def print_summary(summary: "Summary") -> None:
     """Print a plan in one page: formats, predicted steps, memory, what was not ideal."""
     typer.echo(f"{summary.model} ({summary.kind}) for {summary.machine}: {summary.devices}")
+    if summary.no_weights:
+        print_wrapped(summary.no_weights)
     formats = "; ".join(f"{name} {what}" for name, what in summary.formats.items())
     print_wrapped(f"formats: {formats}")
     rows = [_step_row(phase, step) for phase in summary.phases for step in phase.steps]

@@ -20,6 +20,13 @@ WeightsPath = Annotated[
 Mismatch = Annotated[
     bool, typer.Option(help="run although this machine lacks what the plan counts on")
 ]
+OtherCheckpoint = Annotated[
+    bool,
+    typer.Option(
+        "--allow-checkpoint-mismatch",
+        help="take other weights of the same model than the plan was compiled with",
+    ),
+]
 WeightFormat = Annotated[
     str, typer.Option("--weights", metavar="FORMAT", help=f"of weights: {', '.join(WEIGHTS)}")
 ]

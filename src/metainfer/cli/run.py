@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from metainfer.cli.options import Json, Mismatch, PlanPath, Threads, WeightsPath, check_plan_path
+from metainfer.cli.options import (
+    Json,
+    Mismatch,
+    OtherCheckpoint,
+    PlanPath,
+    Threads,
+    WeightsPath,
+    check_plan_path,
+)
 from metainfer.cli.output import print_json, progress, show_rate, show_seconds
 from metainfer.ir.errors import MetainferError
 
@@ -60,6 +68,7 @@ def run(
     threads: Threads = 0,
     weights: WeightsPath = None,
     allow_machine_mismatch: Mismatch = False,
+    allow_checkpoint_mismatch: OtherCheckpoint = False,
     as_json: Json = False,
 ) -> None:
     """Run a plan: stream the answer to a prompt, or map arrays to arrays.
@@ -78,8 +87,9 @@ def run(
         from metainfer.runtime.load import load
 
         model = load(
-            plan, weights, allow_machine_mismatch=allow_machine_mismatch, num_threads=threads
-        )
+            plan, weights, allow_machine_mismatch=allow_machine_mismatch,
+            allow_checkpoint_mismatch=allow_checkpoint_mismatch, num_threads=threads,
+        )  # fmt: skip
     if not model.is_language_model:
         _refuse_prompt(text, model)
         from metainfer.cli.run_module import run_module

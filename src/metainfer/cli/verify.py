@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from metainfer.cli.options import Json, Mismatch, PlanPath, Threads, WeightsPath, check_plan_path
+from metainfer.cli.options import (
+    Json,
+    Mismatch,
+    OtherCheckpoint,
+    PlanPath,
+    Threads,
+    WeightsPath,
+    check_plan_path,
+)
 from metainfer.cli.output import print_json, print_table, progress
 from metainfer.ir.errors import MetainferError
 
@@ -35,6 +43,7 @@ def verify(
     weights: WeightsPath = None,
     threads: Threads = 0,
     allow_machine_mismatch: Mismatch = False,
+    allow_checkpoint_mismatch: OtherCheckpoint = False,
     as_json: Json = False,
 ) -> None:
     """Hold a plan's numbers against float32: divergence, agreement, perplexity. Exit code 1 if far.
@@ -53,7 +62,8 @@ def verify(
 
         found = verified(
             Plan.read(plan), model=model, weights=weights, text=read, tokens=tokens, limit=max_kl,
-            allow_machine_mismatch=allow_machine_mismatch, num_threads=threads, progress=show,
+            allow_machine_mismatch=allow_machine_mismatch,
+            allow_checkpoint_mismatch=allow_checkpoint_mismatch, num_threads=threads, progress=show,
         )  # fmt: skip
     if as_json:
         print_json(found.to_dict())
