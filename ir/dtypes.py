@@ -297,18 +297,16 @@ class BlockArray:
     def part(self, dim: int, start: int, stop: int) -> "BlockArray":
         """Elements ``start:stop`` of one dim with their scales; the codes are a view.
 
-        Raises: TypeMismatch if ``start`` lies inside a block, or ``stop`` does and is not the end:
-            what follows could not be read as blocks again.
+        Raises: TypeMismatch if ``start`` lies inside a block.
         """
         extent = self.format.extents(len(self.shape))[dim]
         codes = self.codes[(slice(None),) * dim + (slice(start, stop),)]
         if extent == 0:
             return BlockArray(self.format, codes, self.scales, self.offsets)
-        cut = start % extent or (stop % extent and stop != self.shape[dim])
-        if cut and start != stop:
+        if start % extent and start != stop:
             raise TypeMismatch(
-                f"elements {start} to {stop} of dim {dim} cut a block of {extent}: {self.format}",
-                advice="refine the scales first (refine_scales), or cut between blocks",
+                f"elements {start} to {stop} of dim {dim} begin inside a block of {self.format}",
+                advice=f"cut at multiples of {extent}, or refine the scales first (refine_scales)",
             )
         side = (slice(None),) * dim + (slice(start // extent, -(-stop // extent)),)
         offsets = None if self.offsets is None else self.offsets[side]

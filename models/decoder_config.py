@@ -6,6 +6,7 @@ from typing import Any
 
 from metainfer.ir.errors import TypeMismatch, Unsupported
 from metainfer.ir.rope import Rope
+from metainfer.models.hf_quantization import check_quantization
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -13,7 +14,7 @@ _HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_t
 _HF_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Switches of these families that would change what is computed and that we do not know.
-_REFUSED = ("attention_chunk_size", "attn_logit_softcapping", "quantization_config")
+_REFUSED = ("attention_chunk_size", "attn_logit_softcapping")
 _MISSING = object()
 
 
@@ -176,6 +177,7 @@ class _Reader:
         for key in _REFUSED:
             if self.config.get(key) is not None:
                 raise self.unsupported(f"{key} is not supported", f"{key} must be null")
+        check_quantization(self.config, self.origin)
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         layers = self.integer("num_hidden_layers")
         head_dim = self.integer("head_dim", 128 if kind == "qwen3" else hidden // heads)

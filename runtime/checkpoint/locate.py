@@ -10,6 +10,8 @@ from metainfer.runtime.checkpoint.safetensors_file import (
     SafetensorsFolder,
     shards_of,
 )
+from metainfer.runtime.checkpoint.scale_rules import read_settings
+from metainfer.runtime.checkpoint.scaled import with_scales
 
 _FORMS = "give a folder with *.safetensors (and their index), a .safetensors file or a .gguf file"
 
@@ -27,9 +29,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if place.suffix == ".gguf":
         return GgufCheckpoint(place)
     if place.suffix == ".safetensors":
-        return SafetensorsFile(place)
+        return _scaled(SafetensorsFile(place), place)
     if place.name.endswith(".safetensors.index.json"):
-        return SafetensorsFolder(place)
+        return _scaled(SafetensorsFolder(place), place)
     raise CheckpointError("not a checkpoint file", origin=str(place), advice=_FORMS)
 
 
@@ -47,18 +49,23 @@ def absent_shards(path: str | Path) -> tuple[str, ...]:
     return () if any((indexes[0].parent / name).is_file() for name in names) else names
 
 
+def _scaled(base: Checkpoint, path: Path) -> Checkpoint:
+    """Codes and scales put together, as config.json beside the file describes them."""
+    return with_scales(base, read_settings(path.parent), str(path))
+
+
 def _open_folder(folder: Path) -> Checkpoint:
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     files = sorted(folder.glob("*.safetensors"))
     if len(indexes) == 1:
-        return SafetensorsFolder(indexes[0])
+        return _scaled(SafetensorsFolder(indexes[0]), indexes[0])
     if len(indexes) > 1:
         names = "\n".join(p.name for p in indexes)
         raise CheckpointError(
             "the folder has several indexes", text=names, origin=str(folder), advice="name one"
         )
     if len(files) == 1:
-        return SafetensorsFile(files[0])
+        return _scaled(SafetensorsFile(files[0]), files[0])
     if files:
         raise CheckpointError(
             f"the folder has {len(files)} safetensors files and no index",

@@ -111,7 +111,12 @@ def test_defaults_of_the_families() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, ["truncate"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor must be 1"]),
         ({"attention_chunk_size": 64}, ["attention_chunk_size"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["'gptq'", "fp8", "GGUF"]),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "int8"}},
+            ["compressed-tensors", "'int8'"],
+        ),
+        ({"quantization_config": "fp8"}, ["wanted an object"]),
         ({"hidden_act": "relu"}, ["'relu'", "gelu_pytorch_tanh"]),
         ({"hidden_size": None}, ["no 'hidden_size'"]),
         ({"vocab_size": "many"}, ["vocab_size is 'many'", "integer"]),
