@@ -44,8 +44,10 @@ from metainfer.passes.pipeline import Timing, run_passes
 from metainfer.passes.target import Decision, Report, Target
 from metainfer.runtime.checkpoint import (
     Checkpoint,
+    TensorSource,
     absent_shards,
     check_tensors,
+    expand,
     open_checkpoint,
 )
 
@@ -320,12 +322,11 @@ def _attach(given: _Input, captured: Captured, strategies: Mapping[str, Strategy
             for name, value in full_weights(captured.module)
             if name not in constants
         }
-        check_tensors(given.checkpoint, wanted, ignore=spec.ignore)
-        tensors = given.checkpoint.tensors
+        check_tensors(given.checkpoint, expand(wanted), ignore=spec.ignore)
+        source = TensorSource(given.checkpoint)
 
         def stored(name: str) -> tuple[tuple[int, ...], DType] | None:
-            info = tensors.get(spec.checkpoint_name(name))
-            return (info.shape, info.dtype) if info is not None else None
+            return source.find(spec.checkpoint_name(name))
 
         header = stored
 

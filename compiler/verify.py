@@ -25,10 +25,10 @@ from metainfer.ir.options import Options
 from metainfer.ir.plan import Plan
 from metainfer.models import MODELS
 from metainfer.models.spec import ModelSpec
-from metainfer.runtime.checkpoint import open_checkpoint
+from metainfer.runtime.checkpoint import TensorSource, open_checkpoint
 from metainfer.runtime.load import LoadedModel, load
 from metainfer.runtime.tokenizer import load_tokenizer
-from metainfer.runtime.weights import checkpoint_provider
+from metainfer.runtime.weights import CheckpointProvider
 
 Show = Callable[[str], None]
 
@@ -302,7 +302,7 @@ def _fill(module: nn.Module, path: Path, plan: Plan) -> None:
     """Load a module's own tensors from the checkpoint, dequantized."""
     checkpoint = open_checkpoint(path)
     try:
-        provide = checkpoint_provider(checkpoint.read, plan.meta["model"]["renames"], {})
+        provide = CheckpointProvider(TensorSource(checkpoint), plan.meta["model"]["renames"])
         state = {}
         for name, tensor in module.state_dict().items():
             try:

@@ -18,7 +18,9 @@ RESERVED_OP_NAMES = frozenset(
 )
 _BARE_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-/]*")
 # A colon is bare only where the reader cannot take what follows for a type.
-_BARE_REF = re.compile(r"[A-Za-z0-9_.\-/]+(?::(?!state$)[A-Za-z0-9_.\-/]+)*")
+_BARE_REF = re.compile(
+    r"[A-Za-z0-9_.\-/]+(?:(?<=\.)\*(?=\.)[A-Za-z0-9_.\-/]+)*(?::(?!state$)[A-Za-z0-9_.\-/]+)*"
+)
 _STEP_FIELD = re.compile(r"step\.[A-Za-z0-9_]+")
 
 

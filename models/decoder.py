@@ -1,10 +1,10 @@
-"""Dense decoders (Llama, SmolLM2, Mistral, Qwen2, Qwen3) in plain PyTorch.
+"""Decoders (Llama, SmolLM2, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE) in plain PyTorch.
 
 Single device, one flat row of tokens, weights named as Hugging Face names them.
 """
 
 # T tokens, R rows sampled, D hidden, H query heads, G key and value heads, E head width,
-# F MLP width, V vocabulary.
+# F MLP width, V vocabulary; of experts: N in a layer, K chosen by a token.
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metainfer.ir.rope import Rope
 from metainfer.models import functional
-from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
 from metainfer.models.spec import ModelSpec
 
 
@@ -83,15 +83,73 @@ class Mlp(nn.Module):
         return self.down_proj(functional.silu_mul(gate_TF, up_TF))
 
 
-class Layer(nn.Module):
-    """One block: attention and MLP, each behind a norm and added to the residual."""
+class Stacked(nn.Module):
+    """One linear of every expert, stacked: a weight [N, out, in]."""
 
-    def __init__(self, config: DecoderConfig, window: int) -> None:
+    def __init__(self, num: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num, outputs, width))
+        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
+
+
+class Experts(nn.Module):
+    """The weights of all experts of a layer.
+
+    Checkpoints hold one tensor for each expert, ``experts.5.up_proj.weight``; here all are one
+    parameter, ``experts.*.up_proj.weight``: "*" stands for the experts' numbers.
+    """
+
+    def __init__(self, num: int, width: int, inner: int) -> None:
+        super().__init__()
+        every = nn.Module()
+        every.gate_proj = Stacked(num, width, inner)
+        every.up_proj = Stacked(num, width, inner)
+        every.down_proj = Stacked(num, inner, width)
+        self.add_module("*", every)
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate and up [N, F, D], down [N, D, F]."""
+        every = self.get_submodule("*")
+        gate, up, down = (every.get_submodule(f"{n}_proj") for n in ("gate", "up", "down"))
+        return (
+            gate.get_parameter("weight"),
+            up.get_parameter("weight"),
+            down.get_parameter("weight"),
+        )
+
+
+class SparseMlp(nn.Module):
+    """A router, and the experts that it chooses from."""
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden, experts.num, bias=False)
+        self.experts = Experts(experts.num, config.hidden, experts.intermediate)
+        self.chosen = experts.chosen
+        self.renormalise = experts.renormalise
+        self.activation = config.activation
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Send each token through its best experts: x [T, D] -> [T, D]."""
+        shares_TN = self.gate(x_TD).float().softmax(-1)
+        shares_TK, ids_TK = torch.topk(shares_TN, self.chosen)
+        if self.renormalise:
+            shares_TK = shares_TK / shares_TK.sum(-1, keepdim=True)
+        return functional.experts(
+            x_TD, ids_TK, shares_TK, *self.experts.weights(), activation=self.activation
+        )
+
+
+class Layer(nn.Module):
+    """One block: attention, then an MLP or experts, each behind a norm, added to the residual."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden, config.eps)
-        self.self_attn = Attention(config, window)
+        self.self_attn = Attention(config, config.window_of(index))
         self.post_attention_layernorm = RmsNorm(config.hidden, config.eps)
-        self.mlp = Mlp(config)
+        experts = config.experts_of(index)
+        self.mlp = Mlp(config) if experts is None else SparseMlp(config, experts)
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         """Run the block: x [T, D] -> [T, D]."""
@@ -105,9 +163,7 @@ class Stack(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(
-            Layer(config, config.window_of(i)) for i in range(config.layers)
-        )
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
         self.norm = RmsNorm(config.hidden, config.eps)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -120,7 +176,7 @@ class Stack(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A dense decoder with its head."""
+    """A decoder with its head."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -140,7 +196,7 @@ _UNUSED = ("*.rotary_emb.inv_freq", "rope_freqs.weight")
 
 
 def decoder_spec(name: str, config: DecoderConfig, **fields: Any) -> ModelSpec:
-    """The spec of a dense decoder; ``fields`` are further fields of `ModelSpec`.
+    """The spec of a decoder; ``fields`` are further fields of `ModelSpec`.
 
     Raises: MetainferError if a field does not fit.
     """

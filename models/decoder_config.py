@@ -1,4 +1,4 @@
-"""Sizes and switches of a dense decoder, and how to read them from a Hugging Face config."""
+"""Sizes and switches of a decoder, and how to read them from a Hugging Face config."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from metainfer.models.hf_quantization import check_quantization
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 _HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_HF_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_HF_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Switches of these families that would change what is computed and that we do not know.
 _REFUSED = ("attention_chunk_size", "attn_logit_softcapping")
@@ -19,8 +19,44 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of a layer's MLP.
+
+    Attributes:
+        num: experts of a layer.
+        chosen: experts that the router sends each token to.
+        intermediate: inner width of one expert.
+        renormalise: whether the chosen experts' shares are scaled to sum to 1.
+        layers: whether each layer has experts, or an MLP; () means experts in every layer.
+
+    Raises: TypeMismatch if the sizes do not fit together.
+    """
+
+    num: int
+    chosen: int
+    intermediate: int
+    renormalise: bool = True
+    layers: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that the sizes fit together."""
+        if min(self.num, self.chosen, self.intermediate) < 1 or self.chosen > self.num:
+            raise TypeMismatch(
+                f"{self.chosen} of {self.num} experts of width {self.intermediate} for each token"
+            )
+
+    def tiny(self) -> "ExpertsConfig":
+        """The form for a two-layer decoder; a dense layer stays if there was one."""
+        mixed = len(set(self.layers)) == 2
+        return replace(
+            self, num=min(self.num, 8), chosen=min(self.chosen, 2), intermediate=32,
+            layers=(False, True) if mixed else self.layers[:2],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """A dense decoder: attention with grouped heads and rotary positions, then a gated MLP.
+    """A decoder: attention with grouped heads and rotary positions, then an MLP or experts.
 
     Attributes:
         hidden: width of the residual stream.
@@ -41,6 +77,7 @@ class DecoderConfig:
         windows: last positions that each layer sees, 0 for all; () means 0 in every layer.
         activation: "silu" or "gelu_tanh".
         scale: multiplies attention scores; 0 means head_dim ** -0.5.
+        experts: what stands in the place of the MLP; None for dense decoders.
 
     Raises: TypeMismatch if the sizes do not fit together, Unsupported for an unknown activation.
     """
@@ -63,6 +100,7 @@ class DecoderConfig:
     windows: tuple[int, ...] = ()
     activation: str = "silu"
     scale: float = 0.0
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         """Check that the sizes fit together."""
@@ -76,6 +114,9 @@ class DecoderConfig:
             raise TypeMismatch(f"rotary heads of odd width {self.head_dim}")
         if self.windows and len(self.windows) != self.layers:
             raise TypeMismatch(f"{len(self.windows)} windows for {self.layers} layers")
+        sparse = self.experts.layers if self.experts else ()
+        if sparse and len(sparse) != self.layers:
+            raise TypeMismatch(f"{len(sparse)} kinds of MLP for {self.layers} layers")
         if self.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise Unsupported(
@@ -85,6 +126,12 @@ class DecoderConfig:
     def window_of(self, layer: int) -> int:
         """Last positions that a layer sees; 0 for all."""
         return self.windows[layer] if self.windows else 0
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of a layer; None if it has an MLP."""
+        if self.experts is None or (self.experts.layers and not self.experts.layers[layer]):
+            return None
+        return self.experts
 
     def tiny(self) -> "DecoderConfig":
         """A two-layer form with every switch kept, small enough to interpret.
@@ -96,6 +143,7 @@ class DecoderConfig:
         return replace(
             self, hidden=48, layers=2, heads=2 * groups, kv_heads=2, head_dim=16, intermediate=80,
             vocab=96, max_positions=min(self.max_positions, 128), windows=windows,
+            experts=self.experts and self.experts.tiny(),
         )  # fmt: skip
 
     @classmethod
@@ -181,7 +229,7 @@ class _Reader:
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         layers = self.integer("num_hidden_layers")
         head_dim = self.integer("head_dim", 128 if kind == "qwen3" else hidden // heads)
-        biased = kind in ("llama", "qwen3") and self.flag("attention_bias")
+        biased = kind in ("llama", "qwen3", "qwen3_moe") and self.flag("attention_bias")
         return DecoderConfig(
             hidden=hidden,
             layers=layers,
@@ -191,15 +239,41 @@ class _Reader:
             intermediate=self.integer("intermediate_size"),
             vocab=self.integer("vocab_size"),
             max_positions=self.integer("max_position_embeddings"),
-            eps=self.number("rms_norm_eps", 1e-6),
-            rope=self.rope(),
+            eps=self.number("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
+            rope=self.rope(1e6 if kind == "mixtral" else 1e4),
             tie=self.flag("tie_word_embeddings"),
             qkv_bias=biased or kind == "qwen2",
             o_bias=biased,
             mlp_bias=kind == "llama" and self.flag("mlp_bias"),
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
             windows=self.windows(str(kind), layers),
             activation=self.activation(),
+            experts=self.experts(str(kind), layers),
+        )
+
+    def experts(self, kind: str, layers: int) -> ExpertsConfig | None:
+        if kind == "mixtral":
+            return ExpertsConfig(
+                self.integer("num_local_experts", 8),
+                self.integer("num_experts_per_tok", 2),
+                self.integer("intermediate_size"),
+            )
+        # Transformers 5 writes num_local_experts, the published configs have num_experts.
+        num = self.integer("num_experts", self.integer("num_local_experts", 128))
+        if kind != "qwen3_moe" or not num:
+            return None
+        dense, step = self.get("mlp_only_layers", ()), self.integer("decoder_sparse_step", 1)
+        if step < 1:
+            raise self.unsupported(f"decoder_sparse_step is {step}", "wanted 1 or more")
+        sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+        if not any(sparse):
+            return None
+        return ExpertsConfig(
+            num,
+            self.integer("num_experts_per_tok", 8),
+            self.integer("moe_intermediate_size", 768),
+            self.flag("norm_topk_prob"),
+            () if all(sparse) else sparse,
         )
 
     def activation(self) -> str:
@@ -209,20 +283,22 @@ class _Reader:
             raise self.unsupported(f"hidden_act {name!r} is not supported", f"known: {known}")
         return _HF_ACTIVATIONS[name]
 
-    def window(self) -> int:
+    def window(self, absent: int = 4096) -> int:
         # Null switches the window off; only an absent key means the families' default.
-        return self.integer("sliding_window", 0 if "sliding_window" in self.config else 4096)
+        return self.integer("sliding_window", 0 if "sliding_window" in self.config else absent)
 
     def windows(self, kind: str, layers: int) -> tuple[int, ...]:
         if kind == "llama":
             return ()
-        if kind == "mistral":
-            window = self.window()
+        if kind in ("mistral", "mixtral", "qwen3_moe"):
+            # One window for all layers.
+            used = kind != "qwen3_moe" or self.flag("use_sliding_window")
+            window = self.window(0 if kind == "mixtral" else 4096) if used else 0
             return (window,) * layers if window else ()
         windows = _layer_windows(self, layers)
         return windows if any(windows) else ()
 
-    def rope(self) -> Rope:
+    def rope(self, absent: float) -> Rope:
         """Parameters under ``rope_parameters`` (transformers 5) or ``rope_scaling`` (older)."""
         given = self.get("rope_parameters", None) or self.get("rope_scaling", None) or {}
         if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
@@ -235,7 +311,7 @@ class _Reader:
             raise self.unsupported(f"rope type {kind!r} is not supported", f"known: {known}")
         if read.number("partial_rotary_factor", 1.0) != 1.0:
             raise self.unsupported("partial rotary embedding", "partial_rotary_factor must be 1")
-        theta = read.number("rope_theta", 10000.0)
+        theta = read.number("rope_theta", absent)
         if kind == "default":
             return Rope(theta)
         if kind == "linear":

@@ -18,14 +18,14 @@ from metainfer.ir.graph import Module
 from metainfer.ir.interpret import unify
 from metainfer.ir.plan import Plan
 from metainfer.ir.verify import verify_module
-from metainfer.runtime.checkpoint import Checkpoint, open_checkpoint
+from metainfer.runtime.checkpoint import Checkpoint, TensorSource, open_checkpoint
 from metainfer.runtime.executor import Measured, PhaseExecutor
 from metainfer.runtime.legality import check_kernels
 from metainfer.runtime.storage import Storage
 from metainfer.runtime.weights import (
+    CheckpointProvider,
     Provider,
     WeightStore,
-    checkpoint_provider,
     state_dict_provider,
 )
 from metainfer.runtime.workspace import workspace_bytes
@@ -97,7 +97,7 @@ def _provider(plan: Plan, weights: Weights, allow_other: bool) -> Provider:
     checkpoint = open_checkpoint(Path(path))
     if not allow_other:
         _check_checkpoint(plan, checkpoint, str(path))
-    return checkpoint_provider(checkpoint.read, renames, plan.constants)
+    return CheckpointProvider(TensorSource(checkpoint), renames, plan.constants)
 
 
 def _check_checkpoint(plan: Plan, checkpoint: Checkpoint, path: str) -> None:

@@ -5,6 +5,8 @@ form share one.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +19,8 @@ from metainfer.ir.graph import Graph, Module, Op, Value
 from metainfer.ir.interpret import as_reference_input, round_to
 from metainfer.ir.ops.record import RAW, op_def
 from metainfer.ir.types import TensorType
+from metainfer.runtime.checkpoint import TensorSource
+from metainfer.runtime.checkpoint.stacked import is_stacked, member
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Provider = Callable[[str], Array | BlockArray]
@@ -96,18 +100,32 @@ class WeightStore:
         return found
 
 
-def checkpoint_provider(
-    read: Callable[[str], Array | BlockArray], renames: Mapping[str, str],
-    constants: Mapping[str, Array],
-) -> Provider:  # fmt: skip
-    """Tensors by full name: the plan's constants first, then the checkpoint's."""
+@dataclass(frozen=True)
+class CheckpointProvider:
+    """Tensors by full name: the plan's constants first, then the checkpoint's.
 
-    def provide(name: str) -> Array | BlockArray:
-        if name in constants:
-            return constants[name]
-        return read(renames.get(name, name))
+    Attributes:
+        source: the checkpoint.
+        renames: name in the checkpoint by name of the weight, where they differ.
+        constants: tensors that the plan carries.
+    """
 
-    return provide
+    source: TensorSource
+    renames: Mapping[str, str] = field(default_factory=dict[str, str])
+    constants: Mapping[str, Array] = field(default_factory=dict[str, Array])
+
+    def __call__(self, name: str) -> Array | BlockArray:
+        """A tensor whole."""
+        if name in self.constants:
+            return self.constants[name]
+        return self.source.read(self.renames.get(name, name))
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> Array | BlockArray:
+        """Elements ``start:stop`` of one dim; only their bytes are read."""
+        if name in self.constants:
+            index = (slice(None),) * dim + (slice(start, stop),)
+            return cast(Array, self.constants[name][index])
+        return self.source.read_slice(self.renames.get(name, name), dim, start, stop)
 
 
 def state_dict_provider(tensors: Mapping[str, Any], constants: Mapping[str, Array]) -> Provider:
@@ -124,6 +142,9 @@ def state_dict_provider(tensors: Mapping[str, Any], constants: Mapping[str, Arra
     def provide(name: str) -> Array:
         if name in constants:
             return constants[name]
+        if is_stacked(name) and member(name, 0) in tensors:
+            numbers = takewhile(lambda n: member(name, n) in tensors, count())
+            return np.stack([provide(member(name, n)) for n in numbers])
         if name not in tensors:
             raise CheckpointError(
                 f"no tensor {name} among the given weights",

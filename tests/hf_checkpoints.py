@@ -33,6 +33,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"head_dim": None, "hidden_size": 64},
     "qwen3": {},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -75,6 +82,16 @@ CASES: dict[str, Case] = {
     "qwen2_yarn": Case("qwen2", {"rope_parameters": _YARN}),
     "qwen3": Case("qwen3", {"num_key_value_heads": 4}),
     "qwen3_biases_tied": Case("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3_moe": Case("qwen3_moe"),
+    "qwen3_moe_some_dense": Case(
+        "qwen3_moe",
+        {"mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "qwen3_moe_every_second": Case(
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "mixtral_window": Case("mixtral", {"sliding_window": 5, "num_experts_per_tok": 1}),
     "qwen3_yarn_factor": Case("qwen3", {"rope_parameters": {**_YARN, "attention_factor": 1.3}}),
 }
 
@@ -83,6 +100,8 @@ _CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
 }
 
 
@@ -98,7 +117,7 @@ def make_checkpoint(
     """Write a random checkpoint: config.json, safetensors, and maybe a byte-level tokenizer.
 
     Args:
-        kind: "llama", "mistral", "qwen2" or "qwen3".
+        kind: a key of `_CLASSES`.
         path: folder to write to.
         seed: of the weights.
         dtype: of the weights.

@@ -22,7 +22,24 @@ STEP_SYMBOLS = ("T", "B", "P", "R")
 _NAME_CHARACTERS = string.ascii_letters + string.digits + "_.-/"
 BARE = st.text(_NAME_CHARACTERS, min_size=1, max_size=12)
 TRAPS = st.sampled_from(
-    ["x:state", "x:f32", "a:pages", "l0:q/2", "a b", 'q"', "back\\slash", "", "#", "return", "é"]
+    [
+        "x:state",
+        "x:f32",
+        "a:pages",
+        "l0:q/2",
+        "e.*.w",
+        "*.w",
+        "e.*",
+        "e*.w",
+        "a.*.*.b:c",
+        "a b",
+        'q"',
+        "back\\slash",
+        "",
+        "#",
+        "return",
+        "é",
+    ]
 )
 TEXTS = st.text(max_size=12) | st.sampled_from(['"', "\\", "\n", "\u2028", "# no", "模型", "\x00"])
 VALUE_NAMES = st.one_of(BARE, BARE, TRAPS, TEXTS)

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 
 from metainfer.ir.errors import MetainferError, TypeMismatch, Unsupported
 from metainfer.ir.rope import Rope
+from metainfer.models import qwen3_moe
 from metainfer.models.decoder import Decoder, decoder_spec
-from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
+from metainfer.models.hf_names import hf_renames
 
 SMALL: dict[str, Any] = {
     "hidden": 32,
@@ -39,6 +41,15 @@ def load_decoder(path: Path) -> Decoder:
     config = DecoderConfig.from_hf(json.loads((path / "config.json").read_text()))
     decoder = Decoder(config).eval()
     weights = load_file(path / "model.safetensors")
+    kind = json.loads((path / "config.json").read_text())["model_type"]
+    theirs = hf_renames(kind, config)
+    for name, tensor in decoder.state_dict().items():
+        stored = theirs.get(name, name)
+        if "*" in name:
+            parts = [weights.pop(stored.replace("*", str(n))) for n in range(len(tensor))]
+            weights[name] = torch.stack(parts)
+        elif name != stored:
+            weights[name] = weights.pop(stored)
     if config.tie:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     decoder.load_state_dict(weights)
@@ -104,7 +115,9 @@ def test_defaults_of_the_families() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mixtral"}, ["mixtral", "llama, mistral, qwen2, qwen3", "ModelSpec"]),
+        ({"model_type": "gemma"}, ["gemma", "llama, mistral, mixtral, qwen2, qwen3", "ModelSpec"]),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, ["decoder_sparse_step is 0"]),
+        ({"model_type": "mixtral", "num_local_experts": "8"}, ["num_local_experts is '8'"]),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["'dynamic'", "yarn"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["per layer type"]),
         ({"rope_scaling": {"type": "linear"}}, ["no 'factor'"]),
@@ -145,6 +158,50 @@ def test_configs_that_do_not_fit(
 ) -> None:
     with pytest.raises(error, match=word):
         DecoderConfig(**{**SMALL, **change})
+
+
+QWEN_MOE: dict[str, Any] = {**LLAMA, "model_type": "qwen3_moe", "moe_intermediate_size": 24,
+                            "num_experts_per_tok": 2}  # fmt: skip
+
+
+def test_experts_of_a_config() -> None:
+    published = DecoderConfig.from_hf({**QWEN_MOE, "num_experts": 5, "norm_topk_prob": True})
+    assert published.experts == ExpertsConfig(5, 2, 24)
+    # As transformers 5 writes it.
+    assert published == DecoderConfig.from_hf(
+        {**QWEN_MOE, "num_local_experts": 5, "norm_topk_prob": True, "mlp_only_layers": []}
+    )
+    some = DecoderConfig.from_hf({**QWEN_MOE, "num_experts": 5, "decoder_sparse_step": 2})
+    assert some.experts == ExpertsConfig(5, 2, 24, renormalise=False, layers=(False, True))
+    assert some.experts_of(0) is None
+    assert some.experts_of(1) is some.experts
+    assert some.tiny().experts_of(0) is None
+    assert some.tiny().experts_of(1) is not None
+    for dense in ({"num_experts": 0}, {"num_experts": 5, "mlp_only_layers": [0, 1]}):
+        assert DecoderConfig.from_hf({**QWEN_MOE, **dense}).experts is None
+    mixtral = DecoderConfig.from_hf({**LLAMA, "model_type": "mixtral"})
+    assert mixtral.experts == ExpertsConfig(8, 2, 96)
+    assert (mixtral.rope.theta, mixtral.eps, mixtral.windows) == (1e6, 1e-5, ())
+
+
+def test_experts_that_do_not_fit() -> None:
+    with pytest.raises(TypeMismatch, match="5 of 4 experts of width 24"):
+        ExpertsConfig(4, 5, 24)
+    with pytest.raises(TypeMismatch, match="3 kinds of MLP for 2 layers"):
+        DecoderConfig(**SMALL, experts=ExpertsConfig(4, 2, 24, layers=(True, True, False)))
+
+
+@pytest.mark.parametrize(("name", "total", "active"), [("30b", 30.5, 3.35), ("235b", 235.1, 22.2)])
+def test_qwen3_moe_has_the_published_number_of_parameters(
+    name: str, total: float, active: float
+) -> None:
+    with torch.device("meta"):
+        decoder = qwen3_moe.variants[name].build()
+    sizes = {n: p.numel() / 1e9 for n, p in decoder.named_parameters()}
+    experts = sum(size for n, size in sizes.items() if "*" in n)
+    assert sum(sizes.values()) == pytest.approx(total, rel=2e-3)
+    assert sum(sizes.values()) - experts * (1 - 8 / 128) == pytest.approx(active, rel=2e-3)
+    assert "model.layers.7.mlp.experts.*.gate_proj.weight" in sizes
 
 
 def test_tied_weights_are_one_parameter_also_on_meta() -> None:
