@@ -76,6 +76,10 @@ class CheckpointError(MetainferError):
     """A weight file that is damaged, or whose tensors are not those of the model."""
 
 
+class HistogramError(MetainferError):
+    """A routing histogram that is damaged, or of another model."""
+
+
 class PlanError(MetainferError):
     """A plan that is damaged, of another version, or made for another machine."""
 

@@ -118,6 +118,8 @@ def scalar_data(
     """Random numbers of an element type; multiples of 1/8, so that ties occur."""
     if dtype.kind == "bool":
         return rng.random(shape) < 0.5
+    if dtype.kind in ("int", "uint") and sign == ">":
+        return rng.integers(bound + 1, bound + 4, shape).astype(dtype.numpy)
     if dtype.kind in ("int", "uint"):
         low = 0 if sign == "<" or dtype.kind == "uint" else -5
         return rng.integers(low, bound if sign == "<" else 6, shape).astype(dtype.numpy)
@@ -235,6 +237,8 @@ SAMPLES: tuple[Sample, ...] = (
     sample("conv2d", "f32[B,4,6,T+2]", "f32[8,2,3,3]", groups=2),
     sample("conv2d", "f32[B,4,5,5]", "f32[4,4,1,1]"),
     # experts
+    sample("route", "i32[T,2]", "i32[5,3] < 9", "i32[5] > 0"),
+    sample("route", "i64[T,2] < 4", "i32[4,4] < 9", "u8[4] > 0"),
     sample("experts", "f32[T,8]", "i32[T,2] < 4", "f32[T,2]", *_EXPERTS),
     sample("experts", "bf16[T,32]", "i64[T,3]", "f32[T,3]", "i8/32:f16[3,64,32]",
            "i8/32:f16[3,64,32]", "f4e2m1/32:f8e8m0[3,32,64]", activation="gelu_tanh", total=6),
@@ -295,6 +299,9 @@ SAMPLES: tuple[Sample, ...] = (
     sample("concat_rows", "i8/4x4:f32[8,8]", "i8/4x4:f32[4,8]"),
     sample("unpermute_rope", "f32[16,4]", heads=2),
     sample("unpermute_rope", "u4/32:f16+f16[16,32]", heads=4),
+    sample("take_rows", "f32[4,2,3]", "i32[6] < 4"),
+    sample("take_rows", "f8e4m3/8x8:f32[4,16,8]", "i32[6] < 4"),
+    sample("take_rows", "u4/32:f16+f16[4,2,32]", "i32[3] < 4"),
     sample("pack", "f32[8,4]", layout="some.layout"),
 )  # fmt: skip
 

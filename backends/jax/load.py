@@ -134,6 +134,13 @@ def _unpermute_rope(x: Any, *, heads: int) -> Any:
     return BlockArray(x.format, _rows(x.codes, index), _rows(x.scales, index), offsets)
 
 
+def _take_rows(x: Any, index: Any) -> Any:
+    if not isinstance(x, BlockArray):
+        return jnp.take(x, index, axis=0)
+    offsets = None if x.offsets is None else _rows(x.offsets, index)
+    return BlockArray(x.format, _rows(x.codes, index), _rows(x.scales, index), offsets)
+
+
 def _concat_rows(*xs: Any) -> Any:
     if not isinstance(xs[0], BlockArray):
         return jnp.vstack(xs) if xs[0].ndim > 1 else jnp.hstack(xs)
@@ -157,5 +164,6 @@ LOAD: dict[str, Reference] = {
     "refine_scales": _refine_scales,
     "concat_rows": _concat_rows,
     "unpermute_rope": _unpermute_rope,
+    "take_rows": _take_rows,
     "pack": _pack,
 }

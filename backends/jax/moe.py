@@ -21,4 +21,14 @@ def _experts(
     return jnp.einsum("te,tef,edf->td", share, inner, down).astype(x.dtype)
 
 
-MOE: dict[str, Reference] = {"experts": _experts}
+def _route(ids: Any, table: Any, replicas: Any) -> Any:
+    """A sum over all replicas of all experts: 1 where one serves, 0 elsewhere."""
+    experts, most = table.shape
+    rows = jnp.arange(ids.shape[0])[:, None, None, None]
+    is_chosen = ids[:, :, None, None] == jnp.arange(experts)[:, None]
+    is_turn = rows % replicas[:, None] == jnp.arange(most)
+    # One more than the slot, so that no slot at all sums to 0.
+    return (jnp.where(is_chosen & is_turn, table + 1, 0).sum((2, 3)) - 1).astype(ids.dtype)
+
+
+MOE: dict[str, Reference] = {"experts": _experts, "route": _route}

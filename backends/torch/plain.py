@@ -22,6 +22,16 @@ PLAIN: dict[str, Callable[[TorchCall], None]] = {
     **PLAIN_ATTENTION,
     **PLAIN_MOE,
 }
-LOAD_OPS = frozenset({"quantize", "dequantize", "concat_rows", "unpermute_rope", "pack"})
+LOAD_OPS = frozenset(
+    {
+        "quantize",
+        "dequantize",
+        "concat_rows",
+        "unpermute_rope",
+        "refine_scales",
+        "take_rows",
+        "pack",
+    }
+)
 
 __all__ = ["LOAD_OPS", "PLAIN", "VIEWS"]

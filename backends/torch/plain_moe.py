@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.plain_shape import as_index
 from metainfer.backends.torch.tensors import BlockTensors, PlainWeight, dense_values, widen
 
 Run = Callable[[TorchCall], None]
@@ -39,4 +40,12 @@ def _expert(weight: PlainWeight, index: int) -> torch.Tensor:
     return dense_values(part)
 
 
-PLAIN_MOE: dict[str, Run] = {"experts": _experts}
+def _route(call: TorchCall) -> None:
+    ids, table, replicas = (as_index(x) for x in call.inputs)
+    known = (ids >= 0) & (ids < table.shape[0])
+    expert = torch.where(known, ids, 0).long()
+    turn = torch.arange(ids.shape[0], device=ids.device)[:, None] % replicas[expert]
+    call.outputs[0].copy_(torch.where(known, table[expert, turn], -1))
+
+
+PLAIN_MOE: dict[str, Run] = {"experts": _experts, "route": _route}

@@ -11,6 +11,7 @@ from metainfer.ir.ops import (
     load,
     moe,
     nn,
+    placement,
     reduce,
     shape,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "nn",
     "op_def",
     "op_sizes",
+    "placement",
     "reduce",
     "shape",
 ]

@@ -9,7 +9,7 @@ from metainfer.ir import dtypes
 from metainfer.ir.dtypes import Block, BlockArray, parse_dtype
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.ops import shard_rules
-from metainfer.ir.ops.infer import axis_of, floats_of, scalar_of, tensor_of
+from metainfer.ir.ops.infer import axis_of, floats_of, integers_of, scalar_of, tensor_of
 from metainfer.ir.ops.record import RAW, Array, Attrs, op
 from metainfer.ir.refine import check_refines, refine
 from metainfer.ir.types import TensorType, Type
@@ -103,6 +103,31 @@ def concat_rows(*xs: Array | BlockArray) -> Array | BlockArray:
         np.concatenate([b.scales for b in blocks]),
         offsets,
     )
+
+
+def _infer_taken(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
+    x, index = tensor_of(types[0]), integers_of(types[1], "row numbers")
+    axis_of(0, x.rank)
+    if index.rank != 1:
+        raise TypeMismatch(f"take_rows by {index}: wanted a list of rows")
+    if _rows_of_block(x) != 1:
+        raise TypeMismatch(
+            f"take_rows of {x.dtype}: its blocks span rows", advice="dequantize first"
+        )
+    return (x.with_shape((*index.shape, *x.shape[1:])),)
+
+
+@op("take_rows", infer=_infer_taken, shard=shard_rules.gather, traits=[RAW])
+def take_rows(x: Array | BlockArray, index: Array) -> Array | BlockArray:
+    """Rows of a weight in another order, some of them several times, codes and scales alike.
+
+    The index is a tensor, so that layers that differ in it alone stay one block.
+    Shapes: x [N, ...], index [I] of integers in [0, N) -> [I, ...].
+    """
+    if not isinstance(x, BlockArray):
+        return x[index]
+    offsets = None if x.offsets is None else x.offsets[index]
+    return BlockArray(x.format, x.codes[index], x.scales[index], offsets)
 
 
 def _infer_unpermute(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
