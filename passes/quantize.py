@@ -1,4 +1,4 @@
-"""quantize: choose the format of each weight that a linear or an embedding reads.
+"""quantize: choose the format of each weight that a linear, an embedding or experts read.
 
     before: load: %0 = dequantize(@w) {dtype = "f32"}    linear(%x, @w: f32[64,64])
     after:  load: @w as it is in the checkpoint          linear(%x, @w: i8/32:f16[64,64])
@@ -21,7 +21,8 @@ INT8 = "i8/32:f16"
 INT4 = "u4/32:f16+f16"
 # A-priori bound of the relative error of one weight, as a fraction of its block's range.
 ERROR_BUDGET = {INT8: 1 / 254, INT4: 1 / 30, "bf16": 2**-9, "f16": 2**-12, "f32": 0.0}
-_READERS = {("linear", 1): "linear", ("embedding", 1): "embedding"}
+# Operands that are weights, by op; a kernel takes those of one op in one format.
+_WEIGHTS = {"linear": (1,), "embedding": (1,), "experts": (3, 4, 5)}
 
 
 def quantize(module: Module, target: Target) -> Module:
@@ -41,7 +42,7 @@ def _readers(graph: Graph, weight: Value) -> list[Op]:
         for position, value in enumerate(op.operands):
             if value.name != weight.name:
                 continue
-            if (op.name, position) not in _READERS:
+            if position not in _WEIGHTS.get(op.name, ()):
                 return []
             readers.append(op)
     return readers
@@ -83,7 +84,7 @@ def _wanted(
     if request in ("f32", "bf16"):
         return request, f"--weights {request}"
     if request in ("int8", "int4"):
-        return _requested(own, request, stored, is_outer=is_outer)
+        return _requested(own, request, readers, is_outer=is_outer)
     if _is_served(own, stored, readers, target, limits):
         return str(own), "the checkpoint's own format, and the device has kernels for it"
     if request == "keep":
@@ -91,20 +92,29 @@ def _wanted(
     return _nearest(own, stored, readers, target, limits)
 
 
-def _requested(own: DType, request: str, stored: Value, *, is_outer: bool) -> tuple[str, str]:
+def _requested(
+    own: DType, request: str, readers: Sequence[Op], *, is_outer: bool
+) -> tuple[str, str]:
     """The format asked for; tables and heads, outside the layers, stay at 8 bits.
 
     At 4 bits SmolLM2's tied table alone costs 0.08 of 0.084 nats a token.
     """
     wanted = INT8 if request == "int8" or is_outer else INT4
-    if stored.tensor.shape[-1].static % 32:
+    cut = _cut_rows(readers)
+    if cut:
         kept = "f32" if isinstance(own, Block) else str(own)
-        return kept, f"--weights {request}, but rows of {stored.tensor.shape[-1]} cut blocks of 32"
+        return kept, f"--weights {request}, but rows of {cut} cut blocks of 32"
     bits = own.bits
     if bits <= parse_dtype(wanted).bits:
         return str(own), f"--weights {request}, and the checkpoint holds {own} already"
     budget = ERROR_BUDGET[wanted]
     return wanted, f"--weights {request}: each weight within {budget:.4f} of its block's range"
+
+
+def _cut_rows(readers: Sequence[Op]) -> int:
+    """Width of a weight whose rows are no whole blocks of 32, 0 if all are."""
+    rows = (op.operands[i].tensor.shape[-1].static for op in readers for i in _WEIGHTS[op.name])
+    return next((n for n in rows if n % 32), 0)
 
 
 def _is_served(
@@ -118,7 +128,7 @@ def _is_served(
     for op in readers:
         operands = tuple(
             replace(v, type=replace(v.tensor, dtype=dtype))
-            if v.name.startswith("@") and i == 1
+            if v.is_weight and i in _WEIGHTS[op.name]
             else v
             for i, v in enumerate(op.operands)
         )
@@ -139,7 +149,7 @@ def _nearest(
 ) -> tuple[str, str]:
     """The format that loses least among those that the device has kernels for."""
     exact: list[DType] = [F32] if isinstance(own, Block) or own == F32 else [BF16, F16, F32]
-    rows_fit = stored.tensor.shape[-1].static % 32 == 0
+    rows_fit = not _cut_rows(readers)
     lossy: list[DType] = []
     if isinstance(own, Block) and rows_fit and not target.strategy.exact:
         # Eight bits over codes of at most eight bits: the loss is far below the format's own.

@@ -145,6 +145,8 @@ def _row_limit(graph: Graph, value: Value, env: Mapping[str, int]) -> int:
             limit = min(limit, op.operands[0].tensor.shape[0].evaluate(env))
         if op.name == "embedding" and names[0] == value.name:
             limit = min(limit, op.operands[1].tensor.shape[0].evaluate(env))
+        if op.name == "experts" and names[1] == value.name:
+            limit = min(limit, op.operands[3].tensor.shape[0].evaluate(env))
         if op.name == "kv_write" and names[3] == value.name:
             limit = -PAGE_SIZE  # each slot once
     return limit

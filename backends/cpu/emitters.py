@@ -155,6 +155,57 @@ def binary(function: str) -> Emit:
     return emit
 
 
+# --- experts -----------------------------------------------------------------------------------
+
+
+def topk(call: CpuCall) -> None:
+    """The largest of each row and their indices."""
+    x = call.tensor(0)
+    width = x.shape[-1].static
+    pointers = [call.result(0), call.result(1), call.pointer(0)]
+    call.builder.add("topk_rows", pointers, [call.rows(x), width, int(call.attrs["k"]), width], [])
+
+
+def experts_parts(pairs: int, num: int, width: int, inner: int) -> tuple[int, ...]:
+    """Scratch of `experts`, in bytes: from, place, groups, rows, gate and up, their product."""
+    ints = (pairs, pairs, 2 * num + 2)
+    floats = (pairs * width, pairs * 2 * inner, pairs * inner)
+    return tuple(_aligned(4 * n) for n in (*ints, *floats))
+
+
+def experts(function: str) -> Emit:
+    """Rows in the order of experts, three products, the weighted sum: (x, ids, shares, weights)."""
+
+    def emit(call: CpuCall) -> None:
+        x, ids, gate = call.tensor(0), call.tensor(1), call.tensor(3)
+        num, inner, width = (n.static for n in gate.shape)
+        chosen, pairs = ids.shape[1].static, call.rows(ids, 0)
+        sizes = experts_parts(call.max_rows(ids) * chosen, num, width, inner)
+        begins = [call.workspace + sum(sizes[:i]) for i in range(len(sizes))]
+        source, place, groups, rows, both, hidden = begins
+        add = call.builder.add
+        is_wide = int(str(ids.dtype) == "i64")
+        add("experts_sort", [source, place, groups, call.pointer(1)], [pairs, chosen, num, is_wide])
+        add("gather_rows", [rows, call.pointer(0), source], [pairs, width, width, width])
+
+        def product(y: int, weight: int, a: int, outs: int, ins: int, stride: int) -> None:
+            dtype = str(call.tensor(weight).dtype)
+            format_ = [FORMATS[dtype]] if dtype in FORMATS else []
+            ints = [num, outs, ins, stride, ins, *format_]
+            add(function, [y, call.pointer(weight), groups, a], ints)
+
+        product(both, 3, rows, inner, width, 2 * inner)
+        product(both + 4 * inner, 4, rows, inner, width, 2 * inner)
+        gated = "silu_mul" if call.attrs["activation"] == "silu" else "gelu_tanh_mul"
+        add(gated, [hidden, both, 0, 0, 0], [pairs, inner, 2 * inner, inner])
+        # Their rows are read: the results take their place.
+        product(rows, 5, hidden, width, inner, width)
+        pointers = [call.result(0), rows, place, call.pointer(2)]
+        add("experts_sum", pointers, [call.rows(x), chosen, width])
+
+    return emit
+
+
 # --- attention ---------------------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ def _kernel(
 _UNARY = "rows width x_stride y_stride"
 _BINARY = "rows width x_stride z_stride y_stride"
 _LINEAR = "M N K y_stride residual_stride"
+_EXPERTS = "E N K y_stride x_stride"
 _CODES = "codes? scales? sums?"
 _EIGHT, _FOUR = (0, 1), (2, 3, 4)
 
@@ -124,6 +125,31 @@ KERNELS: dict[str, Signature] = {
         "",
         "4-bit block weights, quantized activations",
         _FOUR,
+    ),
+    # Experts: rows in the order of experts times their expert's weights; groups is i32 [2 E + 2]
+    # (experts.h). Weights are the experts' blobs one behind the other.
+    "topk_rows": _kernel(
+        "values index x",
+        "rows width k x_stride",
+        "",
+        "the k largest of each row, descending, and where they were (i64); ties to the lower",
+    ),
+    "experts_sort": _kernel(
+        "from place groups ids",
+        "pairs k E is_wide",
+        "",
+        "token of each row, -1 past the last; row of each pair, -1 where its id is none of E",
+    ),
+    "experts_f32": _kernel("y weight groups x", _EXPERTS, "", "f32 weights"),
+    "experts_bf16": _kernel("y weight groups x", _EXPERTS, "", "bf16 weights"),
+    "experts_w8": _kernel(
+        "y weight groups x", f"{_EXPERTS} format", "", "8-bit block weights", _EIGHT
+    ),
+    "experts_w4": _kernel(
+        "y weight groups x", f"{_EXPERTS} format", "", "4-bit block weights", _FOUR
+    ),
+    "experts_sum": _kernel(
+        "y rows place shares", "T k width", "", "y[t] = sum of share[t, k] rows[place[t, k]]"
     ),
     # Positions and the paged cache: caches f32 [slots, Hkv, D]; slot < 0 (a padded row) is skipped.
     "rope_kv_write": _kernel(

@@ -10,6 +10,8 @@ each row and a product needs no sum across lanes. ``_n1`` is the row-major form 
     cpu.u4g32_n16   per panel and block: scales, offsets, 4-bit codes             (GGUF Q4_1)
     cpu.i4g32_n16   per panel and block: scales, 4-bit codes stored plus 8        (GGUF Q4_0)
 
+Stacked weights [E, N, K] are the blobs of their matrices, one behind the other.
+
 formats.h says where a code lies. Rows are padded to whole panels and K to whole blocks (pairs for
 bf16) with zeros; kernels know N and K and neither read activations nor write results beyond them.
 """
@@ -83,8 +85,10 @@ def layout_for(dtype: DType, rows: int = 16) -> str:
     raise TypeMismatch(f"no CPU layout for weights of {dtype}", advice=f"there is one for: {known}")
 
 
-def layout_bytes(layout: str, shape: tuple[int, int]) -> int:
-    """Return the bytes of a blob of weights [N, K]."""
+def layout_bytes(layout: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a blob of weights [N, K] or [E, N, K]."""
+    if len(shape) == 3:
+        return shape[0] * layout_bytes(layout, shape[1:])
     spec = parse_layout(layout)
     panels = -(-shape[0] // spec.rows)
     if isinstance(spec.dtype, Scalar):
@@ -96,18 +100,35 @@ def layout_bytes(layout: str, shape: tuple[int, int]) -> int:
 def pack(layout: str, weight: np.ndarray | BlockArray) -> np.ndarray:
     """Lay weights [N, K] out for the kernels.
 
-    Shapes: weight [N, K] -> u8 [layout_bytes], 64-byte aligned.
-    Raises: TypeMismatch if the weights are not of the layout's type or not a matrix.
+    Shapes: weight [N, K] or [E, N, K] -> u8 [layout_bytes], 64-byte aligned.
+    Raises: TypeMismatch if the weights are not of the layout's type, or neither matrix nor stack.
     """
+    shape = tuple(weight.shape)
+    if len(shape) not in (2, 3):
+        raise TypeMismatch(f"{layout} holds matrices, the weight has shape {shape}")
+    blob = aligned_bytes(layout_bytes(layout, shape))
+    if len(shape) == 2:
+        _pack_matrix(layout, weight, blob)
+        return blob
+    for part, index in zip(blob.reshape(shape[0], -1), range(shape[0]), strict=True):
+        _pack_matrix(layout, _part(weight, index), part)
+    return blob
+
+
+def _part(weight: np.ndarray | BlockArray, index: int) -> np.ndarray | BlockArray:
+    """One matrix of a stack."""
+    if not isinstance(weight, BlockArray):
+        return np.asarray(weight[index])
+    offsets = None if weight.offsets is None else weight.offsets[index]
+    return BlockArray(weight.format, weight.codes[index], weight.scales[index], offsets)
+
+
+def _pack_matrix(layout: str, weight: np.ndarray | BlockArray, blob: np.ndarray) -> None:
     spec = parse_layout(layout)
-    shape = weight.shape
-    if len(shape) != 2:
-        raise TypeMismatch(f"{layout} holds matrices, the weight has shape {tuple(shape)}")
-    blob = aligned_bytes(layout_bytes(layout, (shape[0], shape[1])))
     if isinstance(weight, BlockArray):
         _check_dtype(spec, weight.format)
         _pack_blocks(spec, weight, blob)
-        return blob
+        return
     if not isinstance(spec.dtype, Scalar) or weight.dtype != spec.dtype.numpy:
         raise TypeMismatch(f"{layout} holds {spec.dtype}, the weight is {weight.dtype}")
     step = 2 if spec.dtype == BF16 else 1
@@ -115,13 +136,12 @@ def pack(layout: str, weight: np.ndarray | BlockArray) -> np.ndarray:
     panels = padded.reshape(-1, spec.rows, padded.shape[1] // step, step)
     out = blob.view(padded.dtype).reshape(panels.shape[0], panels.shape[2], spec.rows, step)
     np.copyto(out, panels.transpose(0, 2, 1, 3))
-    return blob
 
 
-def unpack(layout: str, blob: np.ndarray, shape: tuple[int, int]) -> np.ndarray | BlockArray:
+def unpack(layout: str, blob: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | BlockArray:
     """Invert ``pack`` exactly.
 
-    Shapes: blob u8 [layout_bytes] -> [N, K] of the layout's type.
+    Shapes: blob u8 [layout_bytes] -> [N, K] or [E, N, K] of the layout's type.
     Raises: TypeMismatch if the blob's size is not the layout's.
     """
     spec = parse_layout(layout)
@@ -129,15 +149,30 @@ def unpack(layout: str, blob: np.ndarray, shape: tuple[int, int]) -> np.ndarray 
         raise TypeMismatch(
             f"{layout} of {shape} has {layout_bytes(layout, shape)} bytes, the blob {blob.nbytes}"
         )
+    if len(shape) == 3:
+        return _stacked([unpack(layout, b, shape[1:]) for b in blob.reshape(shape[0], -1)])
     n, k = shape
     if isinstance(spec.dtype, Block):
-        return _unpack_blocks(spec, blob, shape)
+        return _unpack_blocks(spec, blob, (n, k))
     step = 2 if spec.dtype == BF16 else 1
     panels = blob.view(_bits_of(spec.dtype)).reshape(
         -(-n // spec.rows), -(-k // step), spec.rows, step
     )
     flat = panels.transpose(0, 2, 1, 3).reshape(-(-n // spec.rows) * spec.rows, -1)
     return np.ascontiguousarray(flat[:n, :k]).view(spec.dtype.numpy)
+
+
+def _stacked(parts: list[np.ndarray | BlockArray]) -> np.ndarray | BlockArray:
+    blocks = [p for p in parts if isinstance(p, BlockArray)]
+    if not blocks:
+        return np.stack([np.asarray(p) for p in parts])
+    offsets = [b.offsets for b in blocks if b.offsets is not None]
+    return BlockArray(
+        blocks[0].format,
+        np.stack([b.codes for b in blocks]),
+        np.stack([b.scales for b in blocks]),
+        np.stack(offsets) if offsets else None,
+    )
 
 
 def aligned_bytes(count: int) -> np.ndarray:

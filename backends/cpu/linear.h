@@ -23,6 +23,18 @@ struct LinearArgs {
           y_stride(a.ints[3]),
           residual_stride(a.ints[4]) {}
 
+    // One expert's product: no bias, no residual.
+    LinearArgs(float* to, const uint8_t* weights, i64 rows, i64 outputs, i64 inputs, i64 stride)
+        : y(to),
+          weight(weights),
+          bias(nullptr),
+          residual(nullptr),
+          M(rows),
+          N(outputs),
+          K(inputs),
+          y_stride(stride),
+          residual_stride(0) {}
+
     i64 panels() const { return ceil_div(N, 16); }
     float* out(i64 m, i64 panel) const { return y + m * y_stride + panel * 16; }
     i64 lanes(i64 panel) const { return least(16, N - panel * 16); }

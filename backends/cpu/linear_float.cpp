@@ -1,5 +1,6 @@
 // Linears with float32 activations and accumulation: weights f32, bf16, and 8- or 4-bit blocks that
 // are expanded in registers (few rows) or into a cached panel (many rows).
+#include "experts.h"
 #include "formats.h"
 #include "gemm_tile.h"
 #include "linear.h"
@@ -172,14 +173,13 @@ inline void direct(const LinearArgs& l, const uint8_t* data, const float* x, i64
     for (int r = 0; r < R; ++r) l.finish(acc[r], m + r, panel);
 }
 
+// Rows [m, end) times one panel, its weights expanded for each tile anew.
 template <class W>
-inline void few_rows(const LinearArgs& l, const float* x, i64 ldx, Context& ctx) {
-    each_panel(ctx, l.M, l.panels(), [&](i64 m, i64 end, i64 panel) {
-        const uint8_t* data = l.weight + panel * W::panel_bytes(l.K);
-        for (; m + 4 <= end; m += 4) direct<W, 4>(l, data, x, ldx, m, panel);
-        if (m + 2 <= end) direct<W, 2>(l, data, x, ldx, m, panel), m += 2;
-        if (m < end) direct<W, 1>(l, data, x, ldx, m, panel);
-    });
+inline void few_rows(const LinearArgs& l, const float* x, i64 ldx, i64 m, i64 end, i64 panel) {
+    const uint8_t* data = l.weight + panel * W::panel_bytes(l.K);
+    for (; m + 4 <= end; m += 4) direct<W, 4>(l, data, x, ldx, m, panel);
+    if (m + 2 <= end) direct<W, 2>(l, data, x, ldx, m, panel), m += 2;
+    if (m < end) direct<W, 1>(l, data, x, ldx, m, panel);
 }
 
 // What many_rows needs to know of a weight type.
@@ -188,30 +188,31 @@ struct Panels {
     const float* (*expand)(const uint8_t* panel, i64 k, i64 count, float* out);
 };
 
-// The same micro-kernel for every weight type, on panels expanded kDepth at a time; partial sums wait
-// in a small tile of [rows][16].
-void many_rows(const LinearArgs& l, const float* x, i64 ldx, const Panels& panels, Context& ctx) {
-    float* const expanded = static_cast<float*>(ctx.scratch((kDepth + kRowBlock) * 64));
+// Floats of the expanded panel and the partial sums of many_rows.
+constexpr size_t kManyBytes = (kDepth + kRowBlock) * 64;
+
+// The same micro-kernel for every weight type, on a panel expanded kDepth at a time, for at most
+// kRowBlock rows; partial sums wait in a small tile of [rows][16].
+void many_rows(const LinearArgs& l, const float* x, i64 ldx, const Panels& panels, float* expanded,
+               i64 begin, i64 end, i64 panel) {
     float* const sums = expanded + kDepth * 16;
-    each_panel(ctx, l.M, l.panels(), [&](i64 begin, i64 end, i64 panel) {
-        const uint8_t* data = l.weight + panel * panels.bytes;
-        for (i64 k = 0; k < l.K; k += kDepth) {
-            const i64 depth = least(kDepth, l.K - k);
-            const bool is_first = k == 0, is_last = k + depth == l.K;
-            const float* w = panels.expand(data, k, depth, expanded);
-            each_tile(begin, end, [&](auto rows, i64 m) {
-                constexpr int R = decltype(rows)::value;
-                float* const partial = sums + (m - begin) * 16;
-                f32x16 acc[R];
-                for (int r = 0; r < R; ++r) acc[r] = is_first ? set16(0.0f) : load16(partial + 16 * r);
-                gemm_tile<R>(x + m * ldx + k, ldx, w, 16, depth, acc);
-                for (int r = 0; r < R; ++r) {
-                    if (is_last) l.finish(acc[r], m + r, panel);
-                    else store16(partial + 16 * r, acc[r]);
-                }
-            });
-        }
-    });
+    const uint8_t* data = l.weight + panel * panels.bytes;
+    for (i64 k = 0; k < l.K; k += kDepth) {
+        const i64 depth = least(kDepth, l.K - k);
+        const bool is_first = k == 0, is_last = k + depth == l.K;
+        const float* w = panels.expand(data, k, depth, expanded);
+        each_tile(begin, end, [&](auto rows, i64 m) {
+            constexpr int R = decltype(rows)::value;
+            float* const partial = sums + (m - begin) * 16;
+            f32x16 acc[R];
+            for (int r = 0; r < R; ++r) acc[r] = is_first ? set16(0.0f) : load16(partial + 16 * r);
+            gemm_tile<R>(x + m * ldx + k, ldx, w, 16, depth, acc);
+            for (int r = 0; r < R; ++r) {
+                if (is_last) l.finish(acc[r], m + r, panel);
+                else store16(partial + 16 * r, acc[r]);
+            }
+        });
+    }
 }
 
 // pointers: y, weight, bias, residual, x; ints: M, N, K, y_stride, residual_stride, x_stride, [format].
@@ -219,8 +220,44 @@ template <class W>
 void linear(const Args& a, Context& ctx) {
     const LinearArgs l(a);
     const float* x = a.ptr<const float>(4);
-    if (l.M <= kFewRows) return few_rows<W>(l, x, a.ints[5], ctx);
-    many_rows(l, x, a.ints[5], {W::panel_bytes(l.K), W::expand}, ctx);
+    const i64 ldx = a.ints[5];
+    if (l.M <= kFewRows) {
+        return each_panel(ctx, l.M, l.panels(), [&](i64 m, i64 end, i64 panel) {
+            few_rows<W>(l, x, ldx, m, end, panel);
+        });
+    }
+    const Panels panels{W::panel_bytes(l.K), W::expand};
+    float* const expanded = static_cast<float*>(ctx.scratch(kManyBytes));
+    each_panel(ctx, l.M, l.panels(), [&](i64 m, i64 end, i64 panel) {
+        many_rows(l, x, ldx, panels, expanded, m, end, panel);
+    });
+}
+
+// Each expert's rows of x times its own weights. pointers: y, weight (the experts' blobs one behind the
+// other), groups (see experts.h), x; ints: E, N, K, y_stride, x_stride, [format].
+template <class W>
+void experts(const Args& a, Context& ctx) {
+    const i64 N = a.ints[1], K = a.ints[2], y_stride = a.ints[3], ldx = a.ints[4];
+    const Groups groups(a.ptr<int32_t>(2), a.ints[0]);
+    const Panels panels{W::panel_bytes(K), W::expand};
+    const i64 per_expert = ceil_div(N, 16), items = groups.num_hit() * per_expert;
+    float* const expanded = static_cast<float*>(ctx.scratch(kManyBytes));
+    // Experts have unequal numbers of rows: small helpings make even loads.
+    const i64 grain = most(1, items / (32 * ctx.num_threads));
+    for (Range part = ctx.next(items, grain); !part.empty(); part = ctx.next(items, grain)) {
+        for (i64 item = part.begin; item < part.end; ++item) {
+            const i64 e = groups.hit(item / per_expert), panel = item % per_expert;
+            const i64 first = groups.begin(e), rows = groups.begin(e + 1) - first;
+            const LinearArgs l(a.ptr<float>(0) + first * y_stride,
+                               a.ptr<const uint8_t>(1) + e * per_expert * panels.bytes, rows, N, K,
+                               y_stride);
+            const float* x = a.ptr<const float>(3) + first * ldx;
+            if (rows <= kFewRows) few_rows<W>(l, x, ldx, 0, rows, panel);
+            else
+                for (i64 m = 0; m < rows; m += kRowBlock)
+                    many_rows(l, x, ldx, panels, expanded, m, least(rows, m + kRowBlock), panel);
+        }
+    }
 }
 
 void linear_f32(const Args& a, Context& ctx) { linear<F32Weights>(a, ctx); }
@@ -235,6 +272,18 @@ void linear_w4(const Args& a, Context& ctx) {
     if (a.ints[6] == kU4F32) return linear<BlockWeights<U4F32>>(a, ctx);
 }
 
+void experts_f32(const Args& a, Context& ctx) { experts<F32Weights>(a, ctx); }
+void experts_bf16(const Args& a, Context& ctx) { experts<Bf16Weights>(a, ctx); }
+void experts_w8(const Args& a, Context& ctx) {
+    if (a.ints[5] == kI8F16) return experts<BlockWeights<I8F16>>(a, ctx);
+    if (a.ints[5] == kI8F32) return experts<BlockWeights<I8F32>>(a, ctx);
+}
+void experts_w4(const Args& a, Context& ctx) {
+    if (a.ints[5] == kU4F16) return experts<BlockWeights<U4F16>>(a, ctx);
+    if (a.ints[5] == kI4F16) return experts<BlockWeights<I4F16>>(a, ctx);
+    if (a.ints[5] == kU4F32) return experts<BlockWeights<U4F32>>(a, ctx);
+}
+
 }  // namespace
 
 const KernelEntry kLinearFloatKernels[] = {
@@ -242,6 +291,10 @@ const KernelEntry kLinearFloatKernels[] = {
     {"linear_bf16", linear_bf16},
     {"linear_w8", linear_w8},
     {"linear_w4", linear_w4},
+    {"experts_f32", experts_f32},
+    {"experts_bf16", experts_bf16},
+    {"experts_w8", experts_w8},
+    {"experts_w4", experts_w4},
     {nullptr, nullptr},
 };
 

@@ -37,18 +37,18 @@ def register(kernels: Registry, registry: LayoutRegistry) -> None:
     """Add the CPU kernels and layouts."""
     for name in layouts.LAYOUTS:
         registry.add(_layout(name))
-    for kernel in (*_linears(), *_embeddings(), *_rows(), *_attention(), *_pointwise()):
+    families = (_linears, _embeddings, _rows, _experts, _attention, _pointwise)
+    for kernel in (k for family in families for k in family()):
         kernels.add(kernel)
 
 
 def _layout(name: str) -> Layout:
     def num_bytes(type_: TensorType) -> int:
-        rows, columns = (n.static for n in type_.shape)
-        return layouts.layout_bytes(name, (rows, columns))
+        return layouts.layout_bytes(name, tuple(n.static for n in type_.shape))
 
     def unpack(blob: object, type_: TensorType) -> object:
-        rows, columns = (n.static for n in type_.shape)
-        return layouts.unpack(name, blob, (rows, columns))  # type: ignore[arg-type]
+        shape = tuple(n.static for n in type_.shape)
+        return layouts.unpack(name, blob, shape)  # type: ignore[arg-type]
 
     return Layout(name, lambda w: layouts.pack(name, w), unpack, num_bytes)  # type: ignore[arg-type]
 
@@ -202,6 +202,55 @@ def _rows() -> list[Kernel]:
         row("softmax", "softmax", emitters.softmax, *f32(0), attr_is("dim", -1)),
         row("gather", "gather", emitters.gather, dtype(0, "f32", "i32"), dtype(1, "i32")),
     ]
+
+
+# --- experts -----------------------------------------------------------------------------------
+
+
+def _experts() -> list[Kernel]:
+    made = [
+        Kernel(
+            "cpu.topk",
+            "topk",
+            "cpu",
+            (CPU, *f32(0), FIXED_WIDTH, dense(0)),
+            efficiency=_STREAM,
+            binder=CpuBinder(emitters.topk),
+        )
+    ]
+    for function, format_, compute in (
+        ("experts_f32", "f32", 0.85),
+        ("experts_bf16", "bf16", 0.8),
+        ("experts_w8", "i8/32:f16", 0.55),
+        ("experts_w8", "i8/32:f32", 0.55),
+        ("experts_w4", "u4/32:f16+f16", 0.5),
+        ("experts_w4", "i4/32:f16", 0.5),
+        ("experts_w4", "u4/32:f32+f32", 0.5),
+    ):
+        weights = tuple(c for i in (3, 4, 5) for c in (dtype(i, format_), weight_operand(i)))
+        packing = layouts.layout_for(parse_dtype(format_))
+        made.append(
+            Kernel(
+                f"cpu.{function}{_SUFFIX.get(format_, '')}",
+                "experts",
+                "cpu",
+                (CPU, *f32(0, 2), dtype(1, "i32", "i64"), *weights, dense(0, 1, 2)),
+                layouts={3: packing, 4: packing, 5: packing},
+                efficiency=Efficiency(0.8, compute, "f32", _SOURCE),
+                workspace=_experts_bytes,
+                launches=7,
+                binder=CpuBinder(emitters.experts(function)),
+            )
+        )
+    return made
+
+
+def _experts_bytes(query: Query) -> int:
+    """Scratch for rows in the order of experts, and what is made of them."""
+    ids, gate = query.tensor(1), query.tensor(3)
+    num, inner, width = (n.static for n in gate.shape)
+    pairs = query.upper(ids.shape[0]) * ids.shape[1].static
+    return sum(emitters.experts_parts(pairs, num, width, inner))
 
 
 # --- attention ---------------------------------------------------------------------------------

@@ -60,8 +60,9 @@ struct Job {
 
 namespace {
 
-const KernelEntry* const kTables[] = {kElementwiseKernels,  kNormKernels,     kMemoryKernels,
-                                      kLinearFloatKernels, kLinearA8Kernels, kAttentionKernels};
+const KernelEntry* const kTables[] = {kElementwiseKernels, kNormKernels,      kMemoryKernels,
+                                      kLinearFloatKernels, kLinearA8Kernels,  kAttentionKernels,
+                                      kExpertsKernels};
 
 const std::vector<KernelEntry>& kernels() {
     static const std::vector<KernelEntry> all = [] {

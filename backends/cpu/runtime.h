@@ -86,5 +86,6 @@ extern const KernelEntry kMemoryKernels[];
 extern const KernelEntry kLinearFloatKernels[];
 extern const KernelEntry kLinearA8Kernels[];
 extern const KernelEntry kAttentionKernels[];
+extern const KernelEntry kExpertsKernels[];
 
 }  // namespace mi
