@@ -145,6 +145,7 @@ OTHER_CASES: list[Case] = [
 FORMATS = (
     "i8/32:f16", "u4/32:f16+f16", "i4/32:f16", "i8/row:f32", "f8e4m3/row:f32",
     "f4e2m1/32:f8e8m0", "f4e2m1/16:f8e4m3", "f8e4m3/128x128:f32", "f8e4m3/16x16:f32",
+    "f8e4m3/tensor:f32", "f8e4m3/32:f8e8m0",
     "bf16", "f16",
 )  # fmt: skip
 

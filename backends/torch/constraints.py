@@ -56,14 +56,15 @@ def format_is(operand: int, text: str, holds: Callable[[DType], bool]) -> Constr
     return Constraint(f"operand {operand} is {text}", check)
 
 
-def is_row_format(element: str) -> Callable[[DType], bool]:
-    """Whether a format has codes of a type with one scale per row and no offset."""
+def is_row_format(element: str, *, tensor: bool = False) -> Callable[[DType], bool]:
+    """Whether a format has codes of a type with one scale per row (or tensor) and no offset."""
+    blocks = ((0,), (0, 0)) if tensor else ((0,),)
 
     def holds(dtype: DType) -> bool:
         return (
             isinstance(dtype, Block)
             and dtype.element.name == element
-            and dtype.block == (0,)
+            and dtype.block in blocks
             and dtype.offset is None
         )
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from metainfer.backends.layout import Layout, LayoutRegistry, Weight
+from metainfer.backends.torch.codes import CODES_LAYOUT
 from metainfer.backends.torch.tensors import (
     BlockTensors,
     PlainWeight,
@@ -108,7 +109,8 @@ MKLDNN_LAYOUT = Layout(
 class RowScaled:
     """8-bit codes with one scale per output row, padded at the end of both dims.
 
-    Shapes: codes [N', K'], scales [N'] as the product reads them, stored_scales [N] as given.
+    Shapes: codes [N', K'], scales [N'] as the product reads them, stored_scales as given: [N, 1],
+        or [1, 1] where one scale is that of all rows.
     """
 
     codes: torch.Tensor
@@ -130,11 +132,11 @@ def _row_blocks(weight: Weight, element: str, layout: str) -> BlockTensors:
     if (
         not isinstance(plain, BlockTensors)
         or plain.format.element.name != element
-        or plain.format.block != (0,)
+        or plain.format.block not in ((0,), (0, 0))
         or plain.format.offset is not None
         or len(plain.shape) != 2
     ):
-        raise PlanError(f"layout {layout} takes matrices of {element}/row formats only")
+        raise PlanError(f"layout {layout} takes matrices of {element}/row and /tensor only")
     return plain
 
 
@@ -152,7 +154,9 @@ def _row_layout(
             # Zero bytes are zero in both 8-bit types.
             bytes_ = functional.pad(codes.view(torch.uint8), (0, extra[1], 0, extra[0]))
             codes = bytes_.view(plain.codes.dtype)
-        scales = functional.pad(plain.scales.flatten().float(), (0, extra[0]))
+        # One scale for the tensor is written out, once for each row.
+        by_row = plain.scales.float().expand(rows, 1).flatten()
+        scales = functional.pad(by_row, (0, extra[0]))
         return RowScaled(codes, scales.to(scale_dtype), plain.scales, (rows, columns))
 
     def unpack(packed: RowScaled, type_: TensorType) -> Weight:
@@ -164,7 +168,8 @@ def _row_layout(
     def num_bytes(type_: TensorType) -> int:
         rows, columns = _shape(type_)
         padded = round_up(rows, multiples[0]), round_up(columns, multiples[1])
-        scales = padded[0] * scale_dtype.itemsize + rows * _block_of(type_).scale.bits // 8
+        stored = _block_of(type_).scale_shape((rows, columns))[0]
+        scales = padded[0] * scale_dtype.itemsize + stored * _block_of(type_).scale.bits // 8
         return math.prod(padded) + scales
 
     return Layout(name, pack, unpack, num_bytes)
@@ -278,6 +283,7 @@ LAYOUTS: tuple[Layout, ...] = (
     INT8_LAYOUT,
     INT4_LAYOUT,
     FP8_LAYOUT,
+    CODES_LAYOUT,
 )
 
 

@@ -3,7 +3,6 @@
 Shape letters: M rows of all leading dims, K and N widths.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,8 @@ from torch.nn import functional
 
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.layouts import Int4Groups, RowScaled
+from metainfer.backends.torch.quantize import quantize
+from metainfer.ir.dtypes import FP8_ROW
 
 Run = Callable[[TorchCall], None]
 aten: Any = torch.ops.aten
@@ -121,10 +122,6 @@ def linear_int4(call: TorchCall) -> None:
     )
 
 
-# Largest e4m3 number.
-_FP8_TOP = 448.0
-
-
 def linear_fp8(call: TorchCall) -> None:
     """A linear of e4m3 codes by e4m3 codes, a scale per row on both sides.
 
@@ -132,11 +129,7 @@ def linear_fp8(call: TorchCall) -> None:
     """
     weight: RowScaled = call.inputs[1]
     rows = _padded_rows(call.inputs[0], weight.codes.shape[1])
-    # One pass: the largest magnitude is the infinity norm.
-    top = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True, dtype=torch.float32)
-    # A row of zeros keeps scale 1: it must not divide by zero.
-    scales = torch.where(top > 0, top / _FP8_TOP, 1.0)
-    codes = (rows / scales).to(torch.float8_e4m3fn)
+    codes, scales = quantize(rows, FP8_ROW)
     made = aten._scaled_mm(
         codes,
         weight.codes.t(),
@@ -145,3 +138,18 @@ def linear_fp8(call: TorchCall) -> None:
         out_dtype=torch.bfloat16,
     )
     _finish(call, made)
+
+
+# Numbers that are widened at once: a few MiB, so that they are read back from the cache.
+_CODES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 24}
+
+
+def linear_codes(call: TorchCall) -> None:
+    """A linear by a weight that stays in narrow codes: widened part by part, at each call."""
+    x, weight, *bias = call.inputs
+    rows, out = _matrix(x), call.outputs[0].view(-1, weight.shape[0])
+    for start, stop in weight.spans(_CODES_AT_ONCE[x.device.type]):
+        part = weight.rows(start, stop).to(x.dtype)
+        torch.mm(rows, part.t(), out=out[:, start:stop])
+    if bias:
+        out.add_(bias[0])

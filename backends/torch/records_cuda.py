@@ -18,6 +18,7 @@ from metainfer.backends.kernel import (
 )
 from metainfer.backends.torch import library_attention, library_linear
 from metainfer.backends.torch.call import TorchBinder
+from metainfer.backends.torch.codes import is_codes_format
 from metainfer.backends.torch.constraints import (
     all_dtypes,
     block_format,
@@ -64,7 +65,7 @@ def register_cuda(kernels: Registry) -> None:
     for name in ("bf16", "f16", "f32"):
         for kernel in _linears(name):
             kernels.add(kernel)
-    for kernel in (_fp8(), *_attention()):
+    for kernel in (_fp8(), _codes(), *_attention()):
         kernels.add(kernel)
 
 
@@ -144,7 +145,7 @@ def _fp8() -> Kernel:
             CUDA,
             feature("fp8_mma"),
             dtype(0, "bf16"),
-            format_is(1, "f8e4m3/row", is_row_format("f8e4m3")),
+            format_is(1, "f8e4m3/row or /tensor", is_row_format("f8e4m3", tensor=True)),
             WEIGHT,
             same_dtype(0, 2),
             outer,
@@ -160,6 +161,30 @@ def _fp8() -> Kernel:
         launches=10,
         error=F8_STEP,
         binder=TorchBinder(library_linear.linear_fp8),
+    )
+
+
+def _codes() -> Kernel:
+    """The weight stays in its codes; it is widened to f32, scaled and rounded at each call."""
+    return Kernel(
+        "cuda.linear_codes_bf16",
+        "linear",
+        "cuda",
+        requires=(
+            GPU,
+            CUDA,
+            dtype(0, "bf16"),
+            format_is(1, "e4m3 or e2m1 codes without offsets", is_codes_format),
+            WEIGHT,
+            same_dtype(0, 2),
+        ),
+        layouts={1: "torch.codes"},
+        efficiency=CUBLAS["bf16"],
+        launches=8,
+        error=BF16_STEP,
+        # What is written and read on the way, in bytes of e4m3 codes: f32 twice, bf16 once.
+        extra_bytes=20.0,
+        binder=TorchBinder(library_linear.linear_codes),
     )
 
 

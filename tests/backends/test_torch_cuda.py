@@ -72,6 +72,11 @@ LINEARS = [
     ("cuda.linear_dequantized_f16", "f16", "u4/32:f16+f16"),
     ("cuda.linear_dequantized_f32", "f32", "f4e2m1/32:f8e8m0"),
     ("cuda.linear_fp8", "bf16", "f8e4m3/row:f32"),
+    ("cuda.linear_fp8", "bf16", "f8e4m3/row:f8e8m0"),
+    ("cuda.linear_fp8", "bf16", "f8e4m3/tensor:f32"),
+    ("cuda.linear_codes_bf16", "bf16", "f8e4m3/16x16:f32"),
+    ("cuda.linear_codes_bf16", "bf16", "f8e4m3/row:f32"),
+    ("cuda.linear_codes_bf16", "bf16", "f4e2m1/32:f8e8m0"),
     ("torch.linear_plain", "bf16", "f8e4m3/16x16:f32"),
     ("torch.linear_plain", "f32", "bf16"),
 ]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch_samples import KERNELS, LAYOUTS
 
 from metainfer.backends.layout import Weight
+from metainfer.backends.torch.codes import Codes
 from metainfer.backends.torch.layouts import Int4Groups, RowScaled
 from metainfer.backends.torch.tensors import BlockTensors, plain_weight, to_numpy, to_torch
 from metainfer.ir.dtypes import (
@@ -26,7 +27,15 @@ ROW = ("i8/row:f32", "i8/row:f16", "i8/row:bf16")
 GROUPS = ("i4/32:f16", "i4/64:f32", "u4/32:f16+f16", "u4/128:f32+f32", "i4/256:bf16")
 BLOCKS = ("i8/32:f16", "u4/32:f16+f16", "f4e2m1/32:f8e8m0", "f8e4m3/16x16:f32", "i4/32:bf16")
 PLAIN = ("f32", "bf16", "f16", "f8e4m3", "i8", *BLOCKS, *ROW)
-FP8 = ("f8e4m3/row:f32",)
+FP8 = ("f8e4m3/row:f32", "f8e4m3/row:f8e8m0", "f8e4m3/tensor:f32")
+CODES = (
+    "f4e2m1/32:f8e8m0",
+    "f4e2m1/16:f8e4m3",
+    "f8e4m3/128x128:f32",
+    "f8e4m3/16x8:bf16",
+    "f8e4m3/32:f8e8m0",
+    *FP8,
+)
 
 
 def made(format: str, rows: int, columns: int, seed: int) -> Weight:
@@ -64,6 +73,8 @@ def resident(packed: Any) -> int:
     if isinstance(packed, BlockTensors):
         return packed.num_bytes
     held: list[torch.Tensor | None]
+    if isinstance(packed, Codes):
+        return resident(packed.codes) + resident(packed.scales)
     if isinstance(packed, RowScaled):
         held = [packed.codes, packed.scales, packed.stored_scales]
     else:
@@ -93,6 +104,33 @@ def test_int4_round_trip(size: tuple[int, int, int], format: str) -> None:
 @given(size=sizes, format=st.sampled_from(FP8))
 def test_fp8_round_trip(size: tuple[int, int, int], format: str) -> None:
     round_trip("cuda.fp8_cols", format, size)
+
+
+@given(size=sizes, format=st.sampled_from(CODES))
+def test_codes_round_trip_and_rows(size: tuple[int, int, int], format: str) -> None:
+    round_trip("torch.codes", format, size)
+    rows, columns, seed = size
+    weight = made(format, rows, columns, seed)
+    assert isinstance(weight, BlockArray)
+    packed, wanted = LAYOUTS.get("torch.codes").pack(weight), weight.dequantize()
+    start, stop = seed % rows, rows - seed % 3 % (rows - seed % rows)
+    np.testing.assert_array_equal(packed.rows(start, stop).numpy(), wanted[start:stop])
+    spans = list(packed.spans(columns * 3))
+    joined = np.concatenate([packed.rows(a, b).numpy() for a, b in spans])
+    np.testing.assert_array_equal(joined, wanted)
+
+
+@pytest.mark.parametrize("format", ["f4e2m1/32:f8e8m0", "f8e4m3/8x16:f32", "f8e4m3/tensor:f32"])
+def test_one_of_stacked_codes(format: str) -> None:
+    dtype = parse_dtype(format)
+    assert isinstance(dtype, Block)
+    whole = quantize(np.random.default_rng(0).standard_normal((3, 10, 40)), dtype)
+    packed = LAYOUTS.get("torch.codes").pack(whole)
+    assert resident(packed) == LAYOUTS.get("torch.codes").num_bytes(tensor(dtype, 3, 10, 40))
+    assert_same(whole, LAYOUTS.get("torch.codes").unpack(packed, tensor(dtype, 3, 10, 40)))
+    for index in range(3):
+        found = packed.part(index).rows(0, 10).numpy()
+        np.testing.assert_array_equal(found, whole.dequantize()[index])
 
 
 def round_trip(name: str, format: str, size: tuple[int, int, int]) -> None:
@@ -143,6 +181,8 @@ def test_mkldnn_packing_or_its_refusal() -> None:
         ("torch.int4pack", "i4/16:f16"),
         ("torch.int4pack", "i8/32:f16"),
         ("cuda.fp8_cols", "i8/row:f32"),
+        ("torch.codes", "i8/row:f32"),
+        ("torch.codes", "bf16"),
     ],
 )
 def test_packings_refuse_other_formats(layout: str, format: str) -> None:

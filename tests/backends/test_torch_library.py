@@ -75,6 +75,13 @@ DENSE: list[tuple[str, Case, str]] = [
         for f in ("i8/32:f16", "u4/32:f16+f16", "f4e2m1/32:f8e8m0", "f8e4m3/16x16:f32", "bf16")
     ),
     *(
+        (f"torch.linear_codes_{f.partition('/')[0]}",
+         ("linear", [floats(2, 3, k), weight(f, 9, k), floats(9)], {}), "f32")
+        for k in (64, 71)
+        for f in ("f8e4m3/row:f32", "f8e4m3/tensor:f32", "f8e4m3/4x16:f8e8m0", "f4e2m1/32:f8e8m0",
+                  "f8e4m3/128x128:f32")
+    ),
+    *(
         ("torch.linear_int8", ("linear", [floats(3, k), weight(f, 9, k), floats(9)], {}), "bf16")
         for k in (64, 65, 576)
         for f in ("i8/row:f32", "i8/row:bf16", "i8/row:f16")
