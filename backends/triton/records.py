@@ -2,7 +2,9 @@
 
 from metainfer.backends.kernel import Registry
 from metainfer.backends.layout import LayoutRegistry
+from metainfer.backends.triton.records_attention import register_attention
 
 
 def register(kernels: Registry, layouts: LayoutRegistry) -> None:
     """Add the Triton kernels and layouts."""
+    register_attention(kernels, layouts)

@@ -1,0 +1,282 @@
+"""Launches of paged attention: which tile, which grid, for which sizes.
+
+Shape letters: T tokens, B sequences, H query heads, G key heads, D and E widths.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.triton.launch import Launch
+from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
+from metainfer.ir.errors import Unsupported
+
+LOG2_E = 1.4426950408889634
+SMALLEST_PAGE = 16
+WIDEST_HEAD = 256
+_ASSUMED_SMS = 132  # where tensors lie on no GPU: interpreted, or compiled for another machine
+PER_SM = 2  # programs of the split form that share a multiprocessor
+_COMBINED = 16  # pieces that attention_combine reads at once
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program works.
+
+    Attributes:
+        rows: of a tile: tokens times the query heads of one key head.
+        keys: of a block.
+        num_warps: warps of a program.
+        num_stages: buffers of the loop over keys.
+        per_sm: programs that share a multiprocessor (sizes the grid of the split form).
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    per_sm: int = PER_SM
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call: its tensors and attributes.
+
+    Shapes: q [T, H, D], k and v [pages, page_size, G, D or E], starts [B+1], lengths [B],
+    pages [B, P], out [T, H, E].
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    pages: torch.Tensor
+    out: torch.Tensor
+    scale: float = 0.0
+    window: int = 0
+    softcap: float = 0.0
+    workspace: torch.Tensor | None = None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.q.shape[1] // self.k.shape[2]
+
+    def heads(self, rows: int) -> int:
+        """Query heads of one tile: all that share a key head, or the most that fit and divide."""
+        return max(n for n in range(1, min(self.group, rows) + 1) if self.group % n == 0)
+
+
+def check(call: Attention) -> None:
+    """Make sure that the kernels can take a call.
+
+    Raises: Unsupported if they cannot.
+    """
+    page, widths = call.page_size, (call.q.shape[2], call.v.shape[3])
+    if page < SMALLEST_PAGE or page & (page - 1):
+        raise Unsupported(
+            f"paged attention over pages of {page} tokens",
+            advice=f"the page size is a power of two from {SMALLEST_PAGE}",
+        )
+    if max(widths) > WIDEST_HEAD or any(w % 8 for w in widths):
+        raise Unsupported(
+            f"paged attention of heads of {widths[0]} and {widths[1]} numbers",
+            advice=f"both are multiples of 8 up to {WIDEST_HEAD}",
+        )
+    if call.scale < 0:
+        raise Unsupported(f"paged attention with a scale of {call.scale}: it is not negative")
+    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("out", call.out)):
+        if tensor.stride(-1) != 1:
+            raise Unsupported(f"paged attention: rows of {name} have gaps", advice="copy it")
+
+
+def prefill_tile(call: Attention) -> Tile:
+    """The tile for many new tokens; 128 rows x 64 keys fit 99 KiB up to heads of 128."""
+    if max(call.q.shape[2], call.v.shape[3]) > 128:
+        return Tile(64, 32, 4, 2)
+    return Tile(128, 64, 8, 2)
+
+
+def split_tile(call: Attention) -> Tile:
+    """The tile for few new tokens: as many rows as they make, 16 at least."""
+    rows = split_rows(call.group, call.q.shape[0], call.lengths.shape[0])
+    if max(call.q.shape[2], call.v.shape[3]) > 128:
+        return Tile(rows, 32, 4, 2, PER_SM)
+    return Tile(rows, 64, 4, 3, PER_SM)
+
+
+def split_rows(group: int, tokens: int, sequences: int) -> int:
+    """Rows of the split form's tile."""
+    new_tokens = -(-tokens // max(sequences, 1))
+    return min(max(_power(group * new_tokens), 16), 64)
+
+
+def prefill(call: Attention, tile: Tile | None = None) -> list[Launch]:
+    """One program for each tile.
+
+    Raises: Unsupported if the kernels cannot take the call.
+    """
+    from metainfer.backends.triton.templates.attention_prefill import attention_prefill
+
+    check(call)
+    tile = tile or prefill_tile(call)
+    groups = _groups(call, tile)
+    arguments = {
+        "q": call.q, "k": call.k, "v": call.v, "out": call.out, "starts": call.starts,
+        "lengths": call.lengths, "table": call.pages, "T": call.q.shape[0],
+        "B": call.lengths.shape[0], "groups": groups, "factor": _factor(call), **_strides(call),
+    }  # fmt: skip
+    return [
+        Launch(
+            attention_prefill,
+            (_tiles(call, tile) * groups,),
+            arguments,
+            _constants(call, tile),
+            tile.num_warps,
+            tile.num_stages,
+            _matrix(call),
+        )
+    ]
+
+
+def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[Launch]:
+    """Keys shared out evenly over programs, and the pieces added up.
+
+    Args:
+        call: tensors and attributes.
+        tile: how a program works.
+        programs: how many share the work; 0 means as many as the GPU holds at once.
+
+    Raises: Unsupported if the kernels cannot take the call.
+    """
+    from metainfer.backends.triton.templates.attention_split import (
+        attention_combine,
+        attention_split,
+    )
+
+    check(call)
+    tile = tile or split_tile(call)
+    programs = programs or _programs(call, tile)
+    constants, groups = _constants(call, tile), _groups(call, tile)
+    heads, tokens, width = call.q.shape[1], call.q.shape[0], call.v.shape[3]
+    pieces, stats = carve(call.workspace, split_pieces(programs, tile.rows, width), call.q.device)
+    strides = _strides(call)
+    shared = {
+        "pieces": pieces, "stats": stats, "out": call.out, "starts": call.starts,
+        "lengths": call.lengths, "B": call.lengths.shape[0], "groups": groups,
+    }  # fmt: skip
+    arguments = {
+        **shared, "q": call.q, "k": call.k, "v": call.v, "table": call.pages,
+        "factor": _factor(call), **strides,
+    }  # fmt: skip
+    joined = {
+        **shared, "T": tokens, "H": heads, "programs": programs,
+        "out_token": strides["out_token"], "out_head": strides["out_head"],
+    }  # fmt: skip
+    kept = ("HEADS", "QUERIES", "ROWS", "KEYS", "MANY", "E", "WINDOW")
+    joining = {k: constants[k] for k in kept} | {"WIDE": _power(width), "PARTS": _COMBINED}
+    return [
+        Launch(
+            attention_split, (programs,), arguments, constants, tile.num_warps, tile.num_stages,
+            _matrix(call),
+        ),
+        Launch(attention_combine, (tokens * heads,), joined, joining, 4, 1),
+    ]  # fmt: skip
+
+
+def split_pieces(programs: int, rows: int, width: int) -> tuple[Piece, Piece]:
+    """Scratch of the split form: what programs leave, and its running softmax."""
+    return (
+        Piece((2 * programs, rows, width), torch.float32),
+        Piece((2 * programs, 2, rows), torch.float32),
+    )
+
+
+def of_call(call: TorchCall) -> Attention:
+    """The op ``attention`` as the executor calls it."""
+    q, state, starts, lengths, pages = call.inputs
+    return Attention(
+        q, state["k"], state["v"], starts, lengths, pages, call.outputs[0],
+        call.attrs["scale"], call.attrs["window"], call.attrs["softcap"], call.workspace,
+    )  # fmt: skip
+
+
+def _constants(call: Attention, tile: Tile) -> dict[str, Any]:
+    heads = call.heads(tile.rows)
+    d, e = call.q.shape[2], call.v.shape[3]
+    (d0, d1), (e0, e1) = _parts(d), _parts(e)
+    return {
+        "GROUP": call.group, "HEADS": heads, "QUERIES": tile.rows // heads, "ROWS": tile.rows,
+        "KEYS": tile.keys, "PAGE": call.page_size, "MANY": _power(call.lengths.shape[0] + 1),
+        "D": d, "D0": d0, "D1": d1, "E": e, "E0": e0, "E1": e1,
+        "WINDOW": call.window, "CAP": call.softcap,
+    }  # fmt: skip
+
+
+def _strides(call: Attention) -> dict[str, int]:
+    return {
+        "q_token": call.q.stride(0), "q_head": call.q.stride(1),
+        "k_page": call.k.stride(0), "k_key": call.k.stride(1), "k_head": call.k.stride(2),
+        "v_page": call.v.stride(0), "v_key": call.v.stride(1), "v_head": call.v.stride(2),
+        "out_token": call.out.stride(0), "out_head": call.out.stride(1),
+        "table_row": call.pages.stride(0),
+    }  # fmt: skip
+
+
+def _factor(call: Attention) -> float:
+    return (call.scale or call.q.shape[2] ** -0.5) * LOG2_E
+
+
+def _groups(call: Attention, tile: Tile) -> int:
+    return call.q.shape[1] // call.heads(tile.rows)
+
+
+def _tiles(call: Attention, tile: Tile) -> int:
+    """Tiles that any lengths of the sequences can make: each may leave one partly filled."""
+    queries = tile.rows // call.heads(tile.rows)
+    if queries == 1:
+        return call.q.shape[0]
+    return call.q.shape[0] // queries + call.lengths.shape[0] + 1
+
+
+def _programs(call: Attention, tile: Tile) -> int:
+    """As many as run at once, but no more than there can be blocks of keys."""
+    longest = call.pages.shape[1] * call.page_size
+    most = tile.per_sm * sms_of(call.q.device)
+    if call.workspace is not None:
+        each = scratch_bytes(split_pieces(1, tile.rows, call.v.shape[3]))
+        most = min(most, call.workspace.numel() // each)
+    blocks = _tiles(call, tile) * _groups(call, tile) * -(-longest // tile.keys)
+    return max(min(blocks, most), 1)
+
+
+def _matrix(call: Attention) -> str:
+    return "f16" if call.q.dtype == torch.float16 else "bf16"
+
+
+def _parts(width: int) -> tuple[int, int]:
+    """A width as one or two powers of two that cover it, the first the largest within it."""
+    first = max(1 << (width.bit_length() - 1), 16)
+    return first, _power(max(width - first, 16)) if width > first else 0
+
+
+def _power(number: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+@cache
+def sms_of(device: torch.device) -> int:
+    """Multiprocessors of a tensor's device."""
+    if device.type != "cuda":
+        return _ASSUMED_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,170 @@
+"""Records of the two forms of paged attention; the cost of each says which sizes it is for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from metainfer.backends.kernel import (
+    Constraint,
+    Efficiency,
+    Kernel,
+    Query,
+    Registry,
+    device_kind,
+    dtype,
+    feature,
+)
+from metainfer.backends.layout import LayoutRegistry
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.constraints import state_like
+from metainfer.backends.triton.attention import (
+    PER_SM,
+    SMALLEST_PAGE,
+    WIDEST_HEAD,
+    of_call,
+    prefill,
+    split,
+    split_pieces,
+    split_rows,
+)
+from metainfer.backends.triton.fits import fits
+from metainfer.backends.triton.launch import Launch, TritonBinder
+from metainfer.backends.triton.scratch import scratch_bytes
+from metainfer.hardware.device import Device
+from metainfer.ir.graph import Op
+from metainfer.ir.types import StateType
+
+BF16_STEP = 2.0**-8
+_MOST_ROWS = 64  # of a tile of the split form
+_PREFILL_ROWS = 128
+
+# Not measured yet: half of what a plain loop of wgmma is known to reach, and a copy's rate less
+# the pieces that programs leave.
+PREFILL = Efficiency(0.5, 0.5, source="assumed, to be replaced by benchmarks/gpu/attention.py")
+SPLIT = Efficiency(0.7, 0.25, source="assumed, to be replaced by benchmarks/gpu/attention.py")
+
+
+def register_attention(kernels: Registry, layouts: LayoutRegistry) -> None:
+    """Add the two forms."""
+    kernels.add(_kernel("prefill", PREFILL, _prefill, layouts, launches=1, effort=_prefill_effort))
+    kernels.add(
+        replace(
+            _kernel("split", SPLIT, _split, layouts, launches=2, effort=_split_effort),
+            workspace=_split_workspace,
+        )
+    )
+
+
+def _prefill(call: TorchCall) -> list[Launch]:
+    return prefill(of_call(call))
+
+
+def _split(call: TorchCall) -> list[Launch]:
+    return split(of_call(call))
+
+
+def _kernel(
+    form: str,
+    efficiency: Efficiency,
+    launches_of: Callable[[TorchCall], list[Launch]],
+    layouts: LayoutRegistry,
+    launches: int,
+    effort: Callable[[Op, Device, Mapping[str, int]], float],
+) -> Kernel:
+    return Kernel(
+        f"triton.attention_{form}",
+        "attention",
+        "triton",
+        requires=(
+            device_kind("gpu"),
+            feature("triton"),
+            dtype(0, "bf16", "f16"),
+            state_like(1, 0),
+            head_widths(1),
+            page_is_power(1),
+            attr_not_negative("scale"),
+        ),
+        efficiency=efficiency,
+        launches=launches,
+        error=BF16_STEP,
+        effort=effort,
+        fits=_once_paged(fits(launches_of, {}, layouts)),
+        binder=TritonBinder(launches_of),
+    )
+
+
+# --- what they require -------------------------------------------------------------------------
+
+
+def head_widths(state_operand: int) -> Constraint:
+    """Keys and values are multiples of 8 wide, up to a limit."""
+
+    def check(query: Query) -> str | None:
+        state = query.op.operands[state_operand].state
+        widths = [state.field_type(name).shape[-1].static for name in ("k", "v")]
+        fits_all = all(w <= WIDEST_HEAD and w % 8 == 0 for w in widths)
+        return None if fits_all else " and ".join(map(str, widths))
+
+    return Constraint(f"key and value width <= {WIDEST_HEAD}, % 8 == 0", check)
+
+
+def page_is_power(state_operand: int) -> Constraint:
+    """The state's page size is a power of two that is large enough; 0 is still open."""
+
+    def check(query: Query) -> str | None:
+        size = query.op.operands[state_operand].state.page_size
+        fine = size == 0 or (size >= SMALLEST_PAGE and size & (size - 1) == 0)
+        return None if fine else f"{size}"
+
+    return Constraint(f"page size is a power of two >= {SMALLEST_PAGE}", check)
+
+
+def attr_not_negative(name: str) -> Constraint:
+    """An attribute is no negative number."""
+
+    def check(query: Query) -> str | None:
+        found = query.op.attr.get(name, 0.0)
+        return None if isinstance(found, int | float) and found >= 0 else f"{found}"
+
+    return Constraint(f"{name} >= 0", check)
+
+
+def _once_paged(constraint: Constraint) -> Constraint:
+    """Ask only when the page size is known: the code depends on it."""
+
+    def check(query: Query) -> str | None:
+        states = [v.type for v in query.op.operands if isinstance(v.type, StateType)]
+        return constraint.check(query) if all(s.page_size for s in states) else None
+
+    return Constraint(constraint.text, check)
+
+
+# --- what they cost beyond the op's own work -----------------------------------------------------
+
+
+def _heads(op: Op) -> tuple[int, int]:
+    """Query heads, and how many of them share a key head."""
+    heads = op.operands[0].tensor.shape[1].static
+    return heads, heads // op.operands[1].state.field_type("k").shape[0].static
+
+
+def _prefill_effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
+    """Rows of tiles over real rows, and multiprocessors over tiles where there are too few."""
+    heads, group = _heads(op)
+    tokens = op.operands[0].tensor.shape[0].evaluate(env)
+    tiles = tokens * group // _PREFILL_ROWS + env.get("B", 1)
+    programs = tiles * (heads // group)
+    return tiles * _PREFILL_ROWS / (tokens * group) * max(1.0, device.num_sms / programs)
+
+
+def _split_effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
+    """Rows of tiles over real rows; all tiles of a sequence read all of its keys."""
+    _, group = _heads(op)
+    tokens, sequences = op.operands[0].tensor.shape[0].evaluate(env), env.get("B", 1)
+    rows = split_rows(group, tokens, sequences)
+    tiles = tokens * group // rows + sequences
+    return tiles * rows / (tokens * group)
+
+
+def _split_workspace(query: Query) -> int:
+    width = query.op.operands[1].state.field_type("v").shape[-1].static
+    return scratch_bytes(split_pieces(PER_SM * query.device.num_sms, _MOST_ROWS, width))

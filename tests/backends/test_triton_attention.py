@@ -1,0 +1,165 @@
+"""Paged attention by Triton: numbers interpreted and on a GPU, fit of the cards, which form."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_samples import assert_close, scalar
+from triton_attention import Case, attention_op, call_of, run_form
+from triton_worker import CARDS, applies, check_compiles, interpreted, run_named
+
+from metainfer.backends.registry import installed
+from metainfer.backends.torch.check import make_op, run_kernel, run_reference
+from metainfer.backends.triton.attention import Tile, prefill, split
+from metainfer.backends.triton.records_attention import BF16_STEP
+from metainfer.compiler.cost import CostModel
+from metainfer.ir.dims import dim
+from metainfer.ir.errors import PlanError, Unsupported
+from metainfer.ir.types import StateType, tensor
+
+FORMS = ("triton.attention_prefill", "triton.attention_split")
+CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+MIXED = Case((70, 3, 33), (5, 3, 1))
+CASES = {
+    "one": Case((5,), (1,), heads=(4, 1), padding=(0, 0)),
+    "one head": replace(MIXED, heads=(2, 2), widths=(32, 32)),
+    "8 heads of one key head": Case((70, 3, 33), (1, 1, 1), heads=(8, 1), padding=(2, 2)),
+    "9 of 3, window": Case((70, 3, 50), (17, 0, 1), heads=(9, 3), window=20),
+    "96 and 80 wide": replace(MIXED, widths=(96, 80), heads=(2, 1), page=64),
+    "capped": replace(MIXED, softcap=3.0, scale=0.3, page=32, dtype="f16"),
+}
+
+
+def check_form(case: Case, form: str, tile: Tile, programs: int = 0) -> None:
+    found = interpreted(run_form, case, form, tile, programs)
+    wanted, *_ = run_reference(*attention_op(case))
+    assert_close(found, wanted, scalar(case.dtype), BF16_STEP)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefill(name: str) -> None:
+    check_form(CASES[name], "prefill", Tile(32, 16, 4, 2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_split(name: str) -> None:
+    # 3 programs: each works through several tiles, and leaves pieces at both ends.
+    check_form(CASES[name], "split", Tile(16, 32, 4, 2), programs=3)
+
+
+@pytest.mark.parametrize("programs", [1, 40])
+def test_how_many_programs_share_the_work_changes_nothing(programs: int) -> None:
+    check_form(MIXED, "split", Tile(16, 16, 4, 2), programs)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_kernels_of_the_registry(name: str) -> None:
+    op, data = attention_op(replace(MIXED, widths=(16, 16)))
+    found = interpreted(run_named, name, op, data, {})
+    assert_close(found[0], run_reference(op, data)[0], scalar("bf16"), BF16_STEP)
+
+
+def state(group: int, width: int, page: int, dtype: str = "bf16") -> StateType:
+    entry = tensor(scalar(dtype), group, width)
+    return StateType("pages", (("k", entry), ("v", entry)), page_size=page)
+
+
+def symbolic(heads: tuple[int, int], width: int, page: int, **attrs: Any) -> Any:
+    """The op of a decoder, sizes of the step open."""
+    step = [
+        tensor(scalar("i32"), dim("B") + 1),
+        tensor(scalar("i32"), "B"),
+        tensor(scalar("i32"), "B", "P"),
+    ]
+    q = tensor(scalar("bf16"), "T", heads[0], width)
+    return make_op("attention", [q, state(heads[1], width, page), *step], attrs)
+
+
+DECODE = {"T": 16, "B": 16, "P": 64}
+PREFILL = {"T": 16384, "B": 8, "P": 128}
+
+
+@pytest.mark.parametrize(("width", "page"), [(96, 16), (128, 64)])
+def test_they_fit_both_cards(width: int, page: int) -> None:
+    op = symbolic((32, 8), width, page)
+    for name, env in zip(FORMS, (PREFILL, DECODE), strict=True):
+        # Spills cost time; wide heads and the card without wgmma have a few.
+        check_compiles(name, op, env, spills=width > 96)
+
+
+def test_they_fit_8_heads_of_one_key_head() -> None:
+    op = symbolic((8, 1), 128, 64)
+    for name, env in zip(FORMS, (PREFILL, DECODE), strict=True):
+        limits = {k: (1, n) for k, n in env.items()}
+        found = {c: applies(name, op, card, limits) for c, card in CARDS.items()}
+        assert not any(found.values()), found
+
+
+def cheapest(env: Mapping[str, int], card: str, heads: tuple[int, int] = (32, 8)) -> str:
+    backends, op = installed(), symbolic(heads, 128, 16)
+    model = CostModel(backends.layouts)
+    names = [*FORMS, "cuda.attention_paged"]
+    kernels = [backends.kernels.get(n) for n in names]
+    costs = [model.kernel(k, op, CARDS[card], env).seconds for k in kernels]
+    return names[int(np.argmin(costs))]
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_cost_picks_the_form(card: str) -> None:
+    assert cheapest(DECODE, card) == "triton.attention_split"
+    assert cheapest({"T": 1, "B": 1, "P": 64}, card, (8, 1)) == "triton.attention_split"
+    assert cheapest(PREFILL, card) == "triton.attention_prefill"
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (symbolic((4, 2), 64, 24), "page size is a power of two >= 16, found 24"),
+        (symbolic((4, 2), 64, 8), "page size is a power of two >= 16, found 8"),
+        (symbolic((4, 2), 264, 16), "width <= 256, % 8 == 0, found 264 and 264"),
+        (symbolic((4, 2), 64, 16, scale=-1.0), "scale >= 0, found -1.0"),
+    ],
+)
+def test_what_they_refuse(op: Any, words: str) -> None:
+    limits = {k: (1, n) for k, n in DECODE.items()}
+    for name in FORMS:
+        assert words in " ".join(applies(name, op, CARDS["8xpcie"], limits))
+
+
+def test_what_the_launchers_refuse() -> None:
+    call = call_of(*attention_op(MIXED), "cpu")
+    with pytest.raises(Unsupported, match="pages of 8 tokens"):
+        prefill(replace(call, k=call.k[:, :8], v=call.v[:, :8]))
+    with pytest.raises(Unsupported, match="heads of 60 and 64"):
+        split(replace(call, q=call.q[..., :60]))
+    with pytest.raises(Unsupported, match="rows of q have gaps"):
+        prefill(replace(call, q=torch.empty(9, 4, 128, dtype=torch.bfloat16)[..., ::2]))
+    with pytest.raises(PlanError, match="bytes of scratch"):
+        split(replace(call, workspace=torch.empty(64, dtype=torch.uint8)))
+
+
+LARGE = {
+    "decode": Case((1024, 17, 5000, 900), (1, 1, 1, 1), heads=(32, 8), widths=(128, 128), page=64),
+    "8 heads": Case((4000, 33), (1, 1), heads=(8, 1), widths=(128, 128), padding=(6, 6)),
+    "prefill": Case((700, 512, 300), (700, 200, 1), heads=(16, 4), widths=(128, 128)),
+    "window": Case((900, 512), (300, 512), heads=(9, 3), window=128),
+    "96": Case((333, 512), (100, 512), heads=(8, 8), widths=(96, 96), page=32, dtype="f16"),
+    "192 and 128": Case((300, 77), (300, 1), heads=(4, 2), widths=(192, 128)),
+    "256": Case((300, 1025), (300, 1), heads=(8, 4), widths=(256, 256), page=128, softcap=30.0),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("mark", [pytest.param("", marks=CUDA)])
+def test_on_a_gpu(name: str, case: str, mark: str) -> None:
+    backends, (op, data) = installed(), attention_op(LARGE[case])
+    kernel = backends.kernels.get(name)
+    found = run_kernel(kernel, op, data, backends.layouts, device="cuda", card=CARDS["1xh200"])
+    assert_close(found[0], run_reference(op, data)[0], scalar(LARGE[case].dtype), BF16_STEP)
