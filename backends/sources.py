@@ -16,9 +16,10 @@ def fingerprint(backend: str) -> str:
         return ""
     digest = hashlib.sha256()
     root = Path(__file__).parent / folder
-    for path in sorted(root.iterdir()):
+    for path in sorted(root.rglob("*")):
         if path.suffix in (".cpp", ".h", ".py"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+            name = path.relative_to(root).as_posix()
+            digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

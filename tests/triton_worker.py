@@ -9,6 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,6 @@ from metainfer.backends.registry import installed
 from metainfer.backends.torch.check import run_kernel, run_reference
 from metainfer.backends.triton.cross import faults_of, resources_of
 from metainfer.backends.triton.fits import typed_call
-from metainfer.hardware.device import Device
 from metainfer.hardware.load import load_machine
 from metainfer.ir.graph import Op
 from metainfer.ir.interpret import Data
@@ -53,9 +53,10 @@ def run_named(name: str, op: Op, data: Sequence[Data], env: dict[str, int]) -> t
     return run_kernel(found.kernels.get(name), op, data, found.layouts, env=env, card=card)
 
 
-def applies(name: str, op: Op, card: Device, limits: dict[str, tuple[int, int]]) -> list[str]:
-    """What a kernel refuses, in words."""
-    return [str(r) for r in installed().kernels.get(name).refusals(Query(op, card, limits))]
+def refused(name: str, op: Op, strided: frozenset[int] = frozenset()) -> list[str]:
+    """What a kernel refuses on a card, in words, before anything is compiled."""
+    query = Query(op, CARDS["1xh200"], {}, strided)
+    return [str(r) for r in replace(installed().kernels.get(name), fits=None).refusals(query)]
 
 
 def check_interpreted(

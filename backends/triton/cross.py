@@ -140,6 +140,8 @@ def _specialised(launch: Launch) -> tuple[dict[str, Any], dict[Any, Any], dict[A
             constants[(index,)] = launch.constants[name]
             continue
         signature[name] = _type_of(launch.arguments[name])
+        if launch.function.params[index].do_not_specialize:
+            continue
         for path, value in _leaves(launch.arguments[name], (index,)):
             if isinstance(value, int) and not isinstance(value, bool) and value == 1:
                 constants[path] = 1

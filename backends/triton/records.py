@@ -3,8 +3,10 @@
 from metainfer.backends.kernel import Registry
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.triton.records_attention import register_attention
+from metainfer.backends.triton.records_pointwise import register_pointwise
 
 
 def register(kernels: Registry, layouts: LayoutRegistry) -> None:
     """Add the Triton kernels and layouts."""
+    register_pointwise(kernels, layouts)
     register_attention(kernels, layouts)

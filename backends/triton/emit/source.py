@@ -1,0 +1,241 @@
+"""An emitted group as a whole: the text of its function, and the function that Triton compiles."""
+
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from metainfer.backends.triton.cross import cache_folder
+from metainfer.backends.triton.emit.body import Body
+from metainfer.backends.triton.emit.formulas import scalar
+from metainfer.backends.triton.emit.rows import HANDLERS
+from metainfer.backends.triton.emit.tiles import Space, Store
+from metainfer.ir.dtypes import Block
+from metainfer.ir.errors import Unsupported
+from metainfer.ir.graph import Graph, Op, Value
+from metainfer.ir.printer import print_type
+from metainfer.ir.types import StateType
+
+_WARPS = ((4096, 4), (16384, 8))  # elements of a tile, warps that work on it
+_MOST_WARPS = 16
+_LINE = 100
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of an emitted function, and where a call has it.
+
+    Attributes:
+        name: in the function.
+        kind: "operand", "field" (of a state), "part" (of a block format: codes, scales, offsets),
+            "output", "cos", "sin", "rows", "size" or "stride".
+        number: which operand, output, table or space.
+        detail: the field, part, size or dim.
+    """
+
+    name: str
+    kind: str
+    number: int = 0
+    detail: Any = None
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """Source of one group.
+
+    Attributes:
+        name: of the function.
+        text: of the module.
+        parameters: of the function, in order.
+        spaces: tiles of the results; a program takes one of each.
+        chunks: whether columns are split over programs.
+        tables: rope ops whose tables are passed.
+        num_warps: of a program.
+    """
+
+    name: str
+    text: str
+    parameters: tuple[Parameter, ...]
+    spaces: tuple[Space, ...]
+    chunks: bool
+    tables: tuple[Op, ...]
+    num_warps: int
+
+    def function(self) -> Any:
+        """The ``@triton.jit`` function."""
+        return getattr(_module(self.name, self.text), self.name)
+
+
+@lru_cache(maxsize=1024)
+def emit(graph: Graph, strided: frozenset[int], unit_last: frozenset[int]) -> Emitted:
+    """Emit a group.
+
+    Args:
+        graph: its body, inputs in the order of the group's operands.
+        strided: operands that are views with gaps.
+        unit_last: those of them whose last dim is dense.
+
+    Raises: Unsupported naming what the emitter cannot do.
+    """
+    stores = _stores(graph)
+    body = Body(graph, stores, strided, unit_last, HANDLERS)
+    for store in stores:
+        body.store(store)
+    lines = _without_unused([f"    {line}" for line in body.axes] + body.lines)
+    parameters = tuple(p for p in _parameters(graph, body) if _is_used(p.name, lines))
+    name = re.sub(r"\W", "_", graph.name) or "group"
+    name = f"{name}_" if name[0].isdigit() else name
+    warps = next((w for most, w in _WARPS if body.elements <= most), _MOST_WARPS)
+    text = _text(name, graph, parameters, lines)
+    return Emitted(
+        name, text, parameters, tuple(body.spaces), body.is_chunked, tuple(body.arguments.tables),
+        warps,
+    )  # fmt: skip
+
+
+def body_of(op: Op) -> Graph:
+    """The body of a group, a single op as a graph of itself, names alike for equal groups."""
+    if op.body is not None:
+        return replace(op.body, name=str(op.attr["kind"]))
+    names: dict[str, Value] = {}
+    inputs = []
+    for number, value in enumerate(op.operands):
+        sigil = "$" if value.is_state else "%"
+        inputs.append(names.setdefault(value.name, Value(f"{sigil}x{number}", value.type)))
+    results = tuple(Value(f"%{i}", v.type) for i, v in enumerate(op.results))
+    alone = replace(op, operands=tuple(inputs), results=results, source=None, choices=(), stream=0)
+    return Graph(op.name, tuple(inputs), ops=(alone,), outputs=results)
+
+
+def _stores(graph: Graph) -> list[Store]:
+    producers = {v.name: o for o in graph.ops for v in o.results}
+    stores, outputs = [], 0
+    for value in (*graph.outputs, *graph.state_outputs):
+        if value.is_state:
+            stores += _state_stores(graph, value, producers)
+            continue
+        made = value
+        # A dense view of a result is the same memory.
+        while made.name in producers and producers[made.name].name == "reshape":
+            made = producers[made.name].operands[0]
+        if made.name not in producers:
+            made = value
+        stores.append(Store(made, f"y{outputs}", scalar(value.tensor.dtype)))
+        outputs += 1
+    return stores
+
+
+def _state_stores(graph: Graph, value: Value, producers: dict[str, Op]) -> list[Store]:
+    op = producers.get(value.name)
+    inputs = {v.name: i for i, v in enumerate(graph.inputs)}
+    if op is None or op.name != "kv_write" or op.operands[0].name not in inputs:
+        raise Unsupported(
+            f"the emitter writes states by one kv_write, {value.name} is made otherwise",
+            advice="the group is split, or another kernel takes it",
+        )
+    number = inputs[op.operands[0].name]
+    slots = op.operands[3]
+    return [
+        Store(entry, f"x{number}_{field}", scalar(value.state.field_type(field).dtype), slots)
+        for field, entry in zip(("k", "v"), op.operands[1:3], strict=True)
+    ]
+
+
+def _parameters(graph: Graph, body: Body) -> list[Parameter]:
+    made: list[Parameter] = []
+    for number, value in enumerate(graph.inputs):
+        if isinstance(value.type, StateType):
+            names = [field for field, _ in value.type.fields]
+            made += [Parameter(f"x{number}_{f}", "field", number, f) for f in names]
+        elif isinstance(value.tensor.dtype, Block):
+            parts = ("codes", "scales", "offsets")
+            made += [Parameter(f"x{number}_{p}", "part", number, p) for p in parts]
+        else:
+            made.append(Parameter(f"x{number}", "operand", number))
+    outputs = [v for v in graph.outputs if not v.is_state]
+    made += [Parameter(f"y{i}", "output", i) for i in range(len(outputs))]
+    for number in range(len(body.arguments.tables)):
+        made += [Parameter(f"{kind}{number}", kind, number) for kind in ("cos", "sin")]
+    made += [Parameter(f"rows{s.number}", "rows", s.number) for s in body.spaces]
+    made += [Parameter(n, "size", detail=size) for n, size in body.arguments.sizes.items()]
+    made += [Parameter(n, "stride", *place) for n, place in body.arguments.strides.items()]
+    return made
+
+
+def _is_used(name: str, lines: list[str]) -> bool:
+    pattern = re.compile(rf"\b{name}\b")
+    return any(pattern.search(line.split("  #")[0]) for line in lines if "# " not in line[:8])
+
+
+def _without_unused(lines: list[str]) -> list[str]:
+    """Leave indices out that nothing reads."""
+    kept = list(lines)
+    for line in lines:
+        found = re.fullmatch(r" +((?:r\d+_\d+|c\w+|i\d+)) = .*", line)
+        if found and not _is_used(found[1], [other for other in kept if other is not line]):
+            kept.remove(line)
+    return kept
+
+
+def _text(name: str, graph: Graph, parameters: tuple[Parameter, ...], lines: list[str]) -> str:
+    numbers = [p.name for p in parameters if p.kind in ("rows", "size")]
+    head = "@triton.jit"
+    if numbers:
+        # One form for all numbers of rows: a plan's sizes vary from step to step.
+        head += f"(do_not_specialize={numbers!r})".replace("'", '"')
+    signature = f"def {name}({', '.join(p.name for p in parameters)}):"
+    if len(signature) > _LINE:
+        listed = "".join(f"    {p.name},\n" for p in parameters)
+        signature = f"def {name}(\n{listed}):"
+    imports = ["import triton", "import triton.language as tl"]
+    if any("functions." in line for line in lines):
+        imports += ["", "from metainfer.backends.triton.templates import functions"]
+    comments = [
+        f"# {p.name}: {_described(p, graph)}" for p in parameters if p.kind in ("operand", "output")
+    ]
+    return "\n".join(
+        [
+            f'"""{_plain(graph.name)}: emitted from the operations in the comments."""',
+            "", *imports, "", "", *comments, head, signature, *lines, "",
+        ]
+    )  # fmt: skip
+
+
+def _described(parameter: Parameter, graph: Graph) -> str:
+    values = graph.inputs
+    if parameter.kind == "output":
+        values = tuple(v for v in graph.outputs if not v.is_state)
+    return _plain(print_type(values[parameter.number].type))
+
+
+def _plain(text: str) -> str:
+    """Text that can stand in a comment or a docstring."""
+    return re.sub(r'[^ -~]|"|\\', "?", text)
+
+
+@lru_cache(maxsize=1024)
+def _module(name: str, text: str) -> ModuleType:
+    """Run emitted text; it lies in a file, since Triton reads the source of its functions."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    path = cache_folder() / "sources" / f"{name}_{digest}.py"
+    if not path.exists() or path.read_text() != text:
+        _write(path, text)
+    module = ModuleType(f"metainfer_emitted.{name}_{digest}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    # The text that was made here, never what a file holds.
+    exec(compile(text, str(path), "exec"), module.__dict__)
+    return module
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)

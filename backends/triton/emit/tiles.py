@@ -1,0 +1,119 @@
+"""The nouns of an emitted group: tiles, what is stored from them, arguments beside operands."""
+
+from dataclasses import dataclass, field
+
+from metainfer.backends.triton.emit.index import ROW
+from metainfer.ir.arena import VIEW_OPS
+from metainfer.ir.dims import Dim
+from metainfer.ir.dtypes import Scalar
+from metainfer.ir.graph import Attr, Op, Value
+from metainfer.ir.ops.record import REDUCTION, op_def
+
+_WHOLE_ROWS = ("rms_norm", "layer_norm", "softmax", "argmax", "topk")
+
+
+@dataclass(frozen=True)
+class Expr:
+    """A computed tile: a variable's name, and the axes along which it varies."""
+
+    text: str
+    axes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Tiles that results of one shape are stored from.
+
+    Attributes:
+        number: which one.
+        lead: dims along the rows.
+        width: dim along the columns.
+        rows: rows of a tile.
+        columns: columns of a tile.
+    """
+
+    number: int
+    lead: tuple[Dim, ...]
+    width: Dim
+    rows: int
+    columns: int
+
+    @property
+    def row(self) -> str:
+        """Name of the row axis, and of the variable that holds the rows."""
+        return f"{ROW}{self.number}"
+
+
+@dataclass(frozen=True)
+class Store:
+    """A value that leaves the group.
+
+    Attributes:
+        value: what is stored, of the shape that it is computed in.
+        target: pointer argument.
+        dtype: element type in memory.
+        slots: for a paged state: the value that holds each token's slot.
+    """
+
+    value: Value
+    target: str
+    dtype: Scalar
+    slots: Value | None = None
+
+
+@dataclass
+class Arguments:
+    """Arguments of the emitted function besides the operands, in order of first use.
+
+    Attributes:
+        sizes: symbolic sizes by name.
+        strides: (operand, dim) by name, of operands that are views with gaps.
+        tables: rope ops whose tables are read; ``cos<i>`` and ``sin<i>``.
+    """
+
+    sizes: dict[str, Dim] = field(default_factory=dict[str, Dim])
+    strides: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    tables: list[Op] = field(default_factory=list[Op])
+
+    def size(self, size: Dim) -> str:
+        """Text of a size: a number, or an argument."""
+        if size.is_static:
+            return str(size.constant)
+        for name, known in self.sizes.items():
+            if known == size:
+                return name
+        text = str(size)
+        plain = text.isidentifier() and text.isascii()
+        name = f"size_{text}" if plain else f"size_{len(self.sizes)}"
+        self.sizes[name] = size
+        return name
+
+
+def rotary(op: Op) -> tuple[dict[str, Attr], int]:
+    """Attributes and width of the tables of a rope op."""
+    attrs = op_def("rope").complete(op.attr)
+    width = attrs["width"]
+    assert isinstance(width, int)
+    return attrs, width or op.operands[0].tensor.shape[-1].static
+
+
+def power_of_two(size: int) -> int:
+    """The next power of two, at least 1."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def row_width(op: Op) -> int:
+    """Columns of a tile over the rows that an op reads, 1 where they are symbolic."""
+    size = op.operands[0].tensor.shape[-1]
+    return power_of_two(size.constant) if size.is_static else 1
+
+
+def needs_rows(op: Op) -> bool:
+    """Whether an op reads its row as a whole."""
+    if op.name in _WHOLE_ROWS:
+        return True
+    if op.name not in VIEW_OPS and op.name != "kv_write" and op_def(op.name).has(REDUCTION):
+        dims, rank = op.attr["dims"], op.operands[0].tensor.rank
+        assert isinstance(dims, tuple)
+        return any(int(d) % rank == rank - 1 for d in dims if isinstance(d, int))
+    return False

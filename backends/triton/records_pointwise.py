@@ -1,0 +1,43 @@
+"""Records of the emitted groups: single ops, and the groups that rules make."""
+
+from metainfer.backends.kernel import (
+    Constraint,
+    Efficiency,
+    Kernel,
+    Registry,
+    device_kind,
+    feature,
+)
+from metainfer.backends.layout import LayoutRegistry
+from metainfer.backends.triton import pointwise
+from metainfer.backends.triton.emit.formulas import ELEMENTWISE
+from metainfer.backends.triton.emit.rows import HANDLERS
+from metainfer.backends.triton.fits import fits
+from metainfer.backends.triton.launch import TritonBinder
+
+HERE: tuple[Constraint, ...] = (device_kind("gpu"), feature("triton"))
+
+# Groups that rules make and that the emitter takes whole.
+GROUPS = (
+    "add_rms_norm", "add_layer_norm", "gather_rms_norm", "gelu_mul_halves", "rope_kv_write",
+    "qk_norm_rope_kv_write", "pointwise",
+)  # fmt: skip
+# Made of nothing but numbers: a launch for them is never worth it on its own.
+_NOT_ALONE = ("full", "iota")
+_STREAM = Efficiency(0.8, 0.5, "f32", "assumed: a stream of one read and one write")
+
+
+def register_pointwise(kernels: Registry, layouts: LayoutRegistry) -> None:
+    """Add a kernel for each op and group that the emitter knows."""
+    for op in (*sorted({*ELEMENTWISE, *HANDLERS} - {*_NOT_ALONE}), "kv_write", *GROUPS):
+        kernels.add(
+            Kernel(
+                f"triton.{op}",
+                op,
+                "triton",
+                requires=(*HERE, pointwise.emittable()),
+                efficiency=_STREAM,
+                fits=fits(pointwise.launches, {}, layouts),
+                binder=TritonBinder(pointwise.launches),
+            )
+        )

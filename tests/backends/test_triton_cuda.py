@@ -1,0 +1,85 @@
+"""Triton kernels on a CUDA device: the numbers of the references, capture into a graph."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_samples import Case, build
+from triton_groups import (
+    GROUPS,
+    KERNEL,
+    SINGLE,
+    WIDTHS,
+    check_group,
+    group,
+    group_data,
+    writing_group,
+)
+from triton_worker import check_on_gpu, refused
+
+from metainfer.backends.registry import installed
+from metainfer.backends.torch.check import difference, make_call, make_op, run_reference
+from metainfer.ir.dtypes import BF16, I32, parse_dtype, quantize
+from metainfer.ir.types import tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+def ids(value: Any) -> str:
+    return value if isinstance(value, str) else str(value[0])
+
+
+@pytest.mark.parametrize(("case", "float_type"), SINGLE, ids=ids)
+def test_single_ops(case: Case, float_type: str) -> None:
+    op, data = build(case, float_type)
+    if not refused(f"triton.{op.name}", op):
+        check_on_gpu(f"triton.{op.name}", op, data)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("size", [*WIDTHS, "large"])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_groups(kind: str, size: str, dtype: str) -> None:
+    op = group(kind, dtype, WIDTHS.get(size, 4096))
+    for tokens in (1, 300):
+        check_group(op, group_data(op, tokens), {"T": tokens}, "cuda")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", ["rope_kv_write", "qk_norm_rope_kv_write"])
+def test_keys_and_values_are_written(kind: str, interleaved: bool) -> None:
+    for tokens, width in ((1, 64), (90, 128)):
+        op, data = writing_group(kind, tokens, width, interleaved)
+        check_group(op, data, {"T": tokens}, "cuda")
+
+
+@pytest.mark.parametrize("table", ["bf16", "i8/32:f16", "f8e4m3/32:f8e8m0"])
+def test_embedding(table: str) -> None:
+    rng = np.random.default_rng(3)
+    types = [tensor(I32, 300), tensor(parse_dtype(table), 1000, 576)]
+    values = rng.normal(size=(1000, 576)).astype(np.float32)
+    format_ = types[1].dtype
+    data = quantize(values, format_) if "/" in table else values.astype(BF16.numpy)  # type: ignore[arg-type]
+    op = make_op("embedding", types, {"dtype": "bf16"}, [1])
+    check_on_gpu("triton.embedding", op, [rng.integers(-1, 1000, 300).astype(np.int32), data])
+
+
+def test_a_group_is_captured() -> None:
+    op = group("add_rms_norm", "bf16", 576)
+    data = group_data(op, 64)
+    call = make_call(op, data, installed().layouts, {}, {"T": 64}, "cuda")
+    run = KERNEL.binder.bind(call)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for output in call.outputs:
+        output.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for found, wanted in zip(call.outputs, run_reference(op, data, {"T": 64}), strict=True):
+        assert difference(found.float().cpu().numpy(), np.asarray(wanted, np.float32)) < 2.0**-7
