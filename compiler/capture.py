@@ -30,6 +30,7 @@ from metainfer.compiler.lowering import (
     target_name,
     unknown_op,
 )
+from metainfer.compiler.repeats import Repeats, repeated
 from metainfer.ir.errors import MetainferError, Unsupported
 from metainfer.ir.graph import Module, Value
 from metainfer.ir.ops.record import Builder
@@ -67,12 +68,13 @@ def capture_language_model(
         model = built(build).to(dtype).eval()
     tokens = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int32, device="meta")
     size = torch.export.Dim("T", min=1, max=max(max_tokens, _EXAMPLE_TOKENS + 1))
-    program = _export(model, (tokens, torch.zeros_like(tokens)), ({0: size}, {0: size}))
+    examples = (tokens, torch.zeros_like(tokens))
+    program, repeats = _trace(model, examples, ({0: size}, {0: size}))
     state = Lowering(Builder())
     inputs, weights = _placeholders(state, model, program, [["T"], ["T"]])
     state.values[inputs[1][0]] = step_value("positions")
     state.values[inputs[0][0]] = Value(TOKENS_NAME, inputs[0][1].type)
-    table = {**ATEN, **_structured(kv_dtype)}
+    table = {**ATEN, **_structured(kv_dtype), **repeats.lowerings()}
     outputs = _lower(state, program.graph, table)
     flat = Flat(
         name, (cast(Value, state.values[inputs[0][0]]),), tuple(weights), state, tuple(outputs),
@@ -129,10 +131,10 @@ def capture_module(
     dynamic = tuple(
         {i: known[symbol] for i, symbol in enumerate(symbols) if symbol} for symbols in dims
     )
-    program = _export(model, tuple(t.contiguous() for t in examples), dynamic)
+    program, repeats = _trace(model, tuple(t.contiguous() for t in examples), dynamic)
     state = Lowering(Builder())
     inputs, weights = _placeholders(state, model, program, dims)
-    outputs = _lower(state, program.graph, {**ATEN, **_structured("")})
+    outputs = _lower(state, program.graph, {**ATEN, **_structured(""), **repeats.lowerings()})
     symbols = tuple(Symbol(s, lo, hi) for s, (lo, hi) in bounds.items())
     flat = Flat(
         name, tuple(v for _, v in inputs), tuple(weights), state, tuple(outputs), symbols, False
@@ -142,6 +144,17 @@ def capture_module(
 
 
 # --- torch.export ------------------------------------------------------------------------------
+
+
+def _trace(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], dynamic: tuple[Any, ...]
+) -> tuple[torch.export.ExportedProgram, Repeats]:
+    """Export with like layers traced once, or each where they are called more than once."""
+    with repeated(model) as repeats:
+        program = _export(model, inputs, dynamic)
+    if repeats.is_sound:
+        return program, repeats
+    return _export(model, inputs, dynamic), Repeats()
 
 
 def _export(
@@ -190,7 +203,7 @@ def _place_of(error: Exception) -> tuple[str, str]:
         f
         for f in traceback.extract_tb(error.__traceback__)
         if "/torch/" not in f.filename
-        and "/compiler/capture.py" not in f.filename
+        and not f.filename.endswith(("/compiler/capture.py", "/compiler/repeats.py"))
         and not f.filename.startswith("<")
     ]
     if not mine:
