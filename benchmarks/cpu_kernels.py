@@ -42,6 +42,7 @@ SHAPES = [
 ]
 KINDS = {
     "linear_f32": "f32",
+    "linear_f16": "f16",
     "linear_bf16": "bf16",
     "linear_w8": "i8/32:f16",
     "linear_w4": "u4/32:f16+f16",
@@ -316,7 +317,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", choices=["linear", "decode", "prefill"], default=None)
     parser.add_argument("--threads", type=int, default=0, help="0: one per processor")
-    parser.add_argument("--formats", default="u4/32:f16+f16,i4/32:f16,i8/32:f16,bf16,f32")
+    parser.add_argument("--formats", default="u4/32:f16+f16,i4/32:f16,i8/32:f16,bf16,f16,f32")
     parser.add_argument("--detail", action="store_true", help="time spent by kernel")
     options = parser.parse_args()
     program.set_num_threads(options.threads)

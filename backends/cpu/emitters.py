@@ -61,7 +61,7 @@ def _linear(call: CpuCall, function: str, *, bias: int, residual: int) -> None:
     call.builder.add(function, [*pointers, *quantized], [*sizes, format_], [])
 
 
-FORMAT_FREE = frozenset({"linear_f32", "linear_bf16"})
+FORMAT_FREE = frozenset({"linear_f32", "linear_f16", "linear_bf16"})
 
 
 # --- rows --------------------------------------------------------------------------------------

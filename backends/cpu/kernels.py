@@ -65,6 +65,7 @@ KERNELS: dict[str, Signature] = {
     "embedding_f32": _kernel(
         "y table tokens", "rows width", "factor", "y[t] = factor table[tokens[t]]; token < 0: zeros"
     ),
+    "embedding_f16": _kernel("y table tokens", "rows width", "factor", "the same from f16"),
     "embedding_bf16": _kernel("y table tokens", "rows width", "factor", "the same from bf16"),
     "embedding_block": _kernel(
         "y table tokens",
@@ -97,6 +98,7 @@ KERNELS: dict[str, Signature] = {
     ),
     # Linears: y [M, N] = x [M, K] W [N, K]^T + bias + residual; residual may be y.
     "linear_f32": _kernel("y weight bias? residual? x", f"{_LINEAR} x_stride", "", "f32 weights"),
+    "linear_f16": _kernel("y weight bias? residual? x", f"{_LINEAR} x_stride", "", "f16 weights"),
     "linear_bf16": _kernel("y weight bias? residual? x", f"{_LINEAR} x_stride", "", "bf16 weights"),
     "linear_w8": _kernel(
         "y weight bias? residual? x",

@@ -5,6 +5,7 @@ each row and a product needs no sum across lanes. ``_n1`` is the row-major form 
 (tables of embeddings)::
 
     cpu.f32_n16     [ceil(N/16), K, 16] f32
+    cpu.f16_n16     [ceil(N/16), K, 16] f16
     cpu.bf16_n16    [ceil(N/16), ceil(K/2), 16, 2] bf16
     cpu.i8g32_n16   per panel and block of 32 along K: scales, 8-bit codes        (GGUF Q8_0)
     cpu.u4g32_n16   per panel and block: scales, offsets, 4-bit codes             (GGUF Q4_1)
@@ -21,13 +22,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metainfer.ir.dtypes import BF16, F32, Block, BlockArray, DType, Scalar, parse_dtype
+from metainfer.ir.dtypes import BF16, F16, F32, Block, BlockArray, DType, Scalar, parse_dtype
 from metainfer.ir.errors import TypeMismatch
 
 _GROUP = 32
 _ALIGNMENT = 64
-_NAME = re.compile(r"cpu\.(?P<kind>f32|bf16|i8g32|u4g32|i4g32)(?P<wide>_s32)?_n(?P<rows>1|16)")
+_NAME = re.compile(r"cpu\.(?P<kind>f32|f16|bf16|i8g32|u4g32|i4g32)(?P<wide>_s32)?_n(?P<rows>1|16)")
 
+_PLAIN: dict[str, Scalar] = {"f32": F32, "f16": F16, "bf16": BF16}
 # Block format of each layout by kind and whether scales are f32.
 _FORMATS: dict[tuple[str, bool], str] = {
     ("i8g32", False): "i8/32:f16",
@@ -38,6 +40,7 @@ _FORMATS: dict[tuple[str, bool], str] = {
 }
 LAYOUTS: tuple[str, ...] = (
     "cpu.f32_n16",
+    "cpu.f16_n16",
     "cpu.bf16_n16",
     *(f"cpu.{kind}{'_s32' if wide else ''}_n{rows}" for kind, wide in _FORMATS for rows in (1, 16)),
 )
@@ -67,8 +70,8 @@ def parse_layout(name: str) -> Layout:
     if match is None or name not in LAYOUTS:
         raise TypeMismatch(f"unknown CPU layout {name!r}", advice=f"known: {', '.join(LAYOUTS)}")
     rows = int(match["rows"])
-    if match["kind"] in ("f32", "bf16"):
-        return Layout(name, F32 if match["kind"] == "f32" else BF16, rows)
+    if match["kind"] in _PLAIN:
+        return Layout(name, _PLAIN[match["kind"]], rows)
     return Layout(name, parse_dtype(_FORMATS[match["kind"], match["wide"] is not None]), rows)
 
 

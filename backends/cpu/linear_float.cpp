@@ -1,4 +1,4 @@
-// Linears with float32 activations and accumulation: weights f32, bf16, and 8- or 4-bit blocks that
+// Linears with float32 activations and accumulation: weights f32, f16, bf16, and 8- or 4-bit blocks that
 // are expanded in registers (few rows) or into a cached panel (many rows).
 #include "experts.h"
 #include "formats.h"
@@ -31,38 +31,56 @@ inline void sum_chains(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32
     }
 }
 
-// Weight panels [K][16] of f32.
-struct F32Weights {
-    static i64 panel_bytes(i64 K) { return K * 64; }
-    static const float* expand(const uint8_t* panel, i64 k, i64, float*) {
-        return reinterpret_cast<const float*>(panel) + k * 16;
+// How the elements of F32Weights and F16Weights are held and widened.
+struct Single {
+    using type = float;
+    static f32x16 load(const float* w) { return load16(w); }
+};
+struct Half {
+    using type = uint16_t;
+    static f32x16 load(const uint16_t* w) { return load16_f16(w); }
+};
+
+// Weight panels [K][16] of numbers that one instruction widens.
+template <class N>
+struct PlainWeights {
+    using type = typename N::type;
+    static constexpr i64 kAhead = kAheadBytes / static_cast<i64>(sizeof(type));
+    static i64 panel_bytes(i64 K) { return K * 16 * static_cast<i64>(sizeof(type)); }
+    static const float* expand(const uint8_t* panel, i64 k, i64 count, float* out) {
+        const type* w = reinterpret_cast<const type*>(panel) + k * 16;
+        if constexpr (sizeof(type) == sizeof(float)) return reinterpret_cast<const float*>(w);
+        for (i64 i = 0; i < count; ++i) store16(out + i * 16, N::load(w + i * 16));
+        return out;
     }
     template <int R>
     static void tile(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* acc) {
-        sum_chains<F32Weights, R>(panel, x, ldx, K, acc);
+        sum_chains<PlainWeights, R>(panel, x, ldx, K, acc);
     }
     template <int R>
     static void chain(const uint8_t* panel, const float* x, i64 ldx, i64 K, f32x16* sums) {
-        const float* w = reinterpret_cast<const float*>(panel);
+        const type* w = reinterpret_cast<const type*>(panel);
         f32x16 evens[R], odds[R];
         for (int r = 0; r < R; ++r) evens[r] = odds[r] = set16(0.0f);
         i64 k = 0;
         for (; k + 2 <= K; k += 2, w += 32) {
-            MI_PREFETCH(w + kAheadBytes / 4);
-            MI_PREFETCH(w + kAheadBytes / 4 + 16);
-            const f32x16 first = load16(w), second = load16(w + 16);
+            MI_PREFETCH(w + kAhead);
+            if (sizeof(type) == sizeof(float)) MI_PREFETCH(w + kAhead + 16);
+            const f32x16 first = N::load(w), second = N::load(w + 16);
             for (int r = 0; r < R; ++r) {
                 evens[r] = fma16(set16(x[r * ldx + k]), first, evens[r]);
                 odds[r] = fma16(set16(x[r * ldx + k + 1]), second, odds[r]);
             }
         }
         if (k < K) {
-            const f32x16 last = load16(w);
+            const f32x16 last = N::load(w);
             for (int r = 0; r < R; ++r) evens[r] = fma16(set16(x[r * ldx + k]), last, evens[r]);
         }
         for (int r = 0; r < R; ++r) sums[r] = evens[r] + odds[r];
     }
 };
+using F32Weights = PlainWeights<Single>;
+using F16Weights = PlainWeights<Half>;
 
 // Weight panels [ceil(K / 2)][16][2] of bf16: a row's two neighbours share 32 bits, so that each is
 // one shift or mask away from float32.
@@ -261,6 +279,7 @@ void experts(const Args& a, Context& ctx) {
 }
 
 void linear_f32(const Args& a, Context& ctx) { linear<F32Weights>(a, ctx); }
+void linear_f16(const Args& a, Context& ctx) { linear<F16Weights>(a, ctx); }
 void linear_bf16(const Args& a, Context& ctx) { linear<Bf16Weights>(a, ctx); }
 void linear_w8(const Args& a, Context& ctx) {
     if (a.ints[6] == kI8F16) return linear<BlockWeights<I8F16>>(a, ctx);
@@ -288,6 +307,7 @@ void experts_w4(const Args& a, Context& ctx) {
 
 const KernelEntry kLinearFloatKernels[] = {
     {"linear_f32", linear_f32},
+    {"linear_f16", linear_f16},
     {"linear_bf16", linear_bf16},
     {"linear_w8", linear_w8},
     {"linear_w4", linear_w4},

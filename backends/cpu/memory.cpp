@@ -50,14 +50,17 @@ void embedding_f32(const Args& a, Context& ctx) {
     const float* table = a.ptr<const float>(1);
     embed(a, ctx, [&](i64 at, i64 n) { return load16_first(table + at, n); });
 }
-void embedding_bf16(const Args& a, Context& ctx) {
+template <class Widen>
+inline void embed_halves(const Args& a, Context& ctx, Widen widen) {
     const uint16_t* table = a.ptr<const uint16_t>(1);
     embed(a, ctx, [&](i64 at, i64 n) {
         uint16_t lanes[16] = {};
         std::memcpy(lanes, table + at, static_cast<size_t>(least(n, 16)) * 2);
-        return load16_bf16(lanes);
+        return widen(lanes);
     });
 }
+void embedding_f16(const Args& a, Context& ctx) { embed_halves(a, ctx, load16_f16); }
+void embedding_bf16(const Args& a, Context& ctx) { embed_halves(a, ctx, load16_bf16); }
 
 float scale_at(const uint8_t* block, i64 index, bool is_f16) {
     if (!is_f16) {
@@ -214,6 +217,7 @@ const KernelEntry kMemoryKernels[] = {
     {"copy_rows", copy_rows, Share::kRows},
     {"gather_rows", gather_rows, Share::kRows},
     {"embedding_f32", embedding_f32, Share::kRows},
+    {"embedding_f16", embedding_f16, Share::kRows},
     {"embedding_bf16", embedding_bf16, Share::kRows},
     {"embedding_block", embedding_block, Share::kRows},
     {"rope_kv_write", rope_kv_write, Share::kRows},

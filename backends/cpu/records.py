@@ -70,6 +70,7 @@ def _linears() -> list[Kernel]:
     made: list[Kernel] = []
     for name, format_, rate, error in (
         ("linear_f32", "f32", 0.85, 0.0),
+        ("linear_f16", "f16", 0.8, 0.0),
         ("linear_bf16", "bf16", 0.8, 0.0),
     ):
         made += _linear_family(name, format_, Efficiency(0.85, rate, "f32", _SOURCE), error)
@@ -152,7 +153,7 @@ FIXED_WIDTH = Constraint("rows of a fixed width", _fixed_width)
 def _embeddings() -> list[Kernel]:
     made = []
     gather = Efficiency(0.5, 0.5, "f32", _SOURCE)
-    for name in ("f32", "bf16"):
+    for name in ("f32", "f16", "bf16"):
         made.append(
             Kernel(
                 f"cpu.embedding_{name}",

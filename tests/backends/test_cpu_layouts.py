@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metainfer.backends.cpu import layouts
-from metainfer.ir.dtypes import BF16, Block, BlockArray, DType, parse_dtype
+from metainfer.ir.dtypes import BF16, F16, Block, BlockArray, DType, parse_dtype
 from metainfer.ir.errors import TypeMismatch
 
 
@@ -71,6 +71,7 @@ def test_row_major_layout_has_gguf_bytes_per_row() -> None:
 
 def test_layout_for_names_the_lossless_layout() -> None:
     assert layouts.layout_for(BF16) == "cpu.bf16_n16"
+    assert layouts.layout_for(F16) == "cpu.f16_n16"
     assert layouts.layout_for(parse_dtype("i4/32:f16")) == "cpu.i4g32_n16"
     assert layouts.layout_for(parse_dtype("u4/32:f32+f32"), rows=1) == "cpu.u4g32_s32_n1"
     with pytest.raises(TypeMismatch, match="no CPU layout"):

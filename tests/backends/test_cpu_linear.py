@@ -77,7 +77,7 @@ class Case:
         return self.y[:, : self.n]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("m", [*ROWS, MORE_ROWS_THAN_A_BLOCK])
 def test_plain_weights(kernels: Library, dtype: str, m: int) -> None:
     for n, k in SHAPES:

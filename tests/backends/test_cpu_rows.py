@@ -9,7 +9,7 @@ import pytest
 from metainfer.backends.cpu import layouts, program
 from metainfer.backends.cpu.build import Library, available, library
 from metainfer.backends.cpu.kernels import FORMATS
-from metainfer.ir.dtypes import BF16, Block, parse_dtype, quantize
+from metainfer.ir.dtypes import BF16, F16, Block, parse_dtype, quantize
 
 pytestmark = pytest.mark.skipif(not available()[0], reason="no C++ compiler")
 
@@ -203,11 +203,12 @@ def test_embeddings(kernels: Library, width: int) -> None:
     pointers = [address(p) for p in (y, table, tokens)]
     program.call("embedding_f32", pointers, [5, width], [2.0], kernels)
     np.testing.assert_array_equal(y, expected)
-    short = table.astype(BF16.numpy)
-    pointers = [address(p) for p in (y, short, tokens)]
-    program.call("embedding_bf16", pointers, [5, width], [2.0], kernels)
-    expected = np.where(tokens[:, None] < 0, 0, short.astype(np.float32)[tokens]) * np.float32(2)
-    np.testing.assert_array_equal(y, expected)
+    for name, dtype in (("bf16", BF16), ("f16", F16)):
+        short = table.astype(dtype.numpy)
+        pointers = [address(p) for p in (y, short, tokens)]
+        program.call(f"embedding_{name}", pointers, [5, width], [2.0], kernels)
+        wide = short.astype(np.float32)[tokens] * np.float32(2)
+        np.testing.assert_array_equal(y, np.where(tokens[:, None] < 0, 0, wide))
 
 
 @pytest.mark.parametrize("dtype", list(FORMATS))
