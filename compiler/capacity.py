@@ -11,11 +11,10 @@ from metainfer.backends.registry import Backends
 from metainfer.hardware.device import Device
 from metainfer.ir.arena import plan_arena
 from metainfer.ir.errors import CapacityError
-from metainfer.ir.flatten import FlatModule, flatten
+from metainfer.ir.flatten import FlatModule, Recipe, flatten, parts_of, recipe_of
 from metainfer.ir.graph import Module
 from metainfer.ir.ops.record import op_def
 from metainfer.ir.options import Options
-from metainfer.ir.printer import print_graph
 from metainfer.ir.types import StateType, TensorType
 from metainfer.runtime.workspace import workspace_bytes
 
@@ -118,54 +117,37 @@ def plan_capacity(
 def _weights(
     modules: Mapping[str, Module], flats: Mapping[str, FlatModule], backends: Backends
 ) -> Term:
-    sizes = {
-        key: size
-        for phase in modules
-        for key, size in _packed(modules[phase], flats[phase], backends)
-    }
-    total = sum(sizes.values())
-    return Term("weights", total, f"{len(sizes)} tensors, packed; both phases share equal ones")
+    sizes: dict[Recipe, int] = {}
+    for phase, module in modules.items():
+        sizes |= _resident(module, flats[phase], backends)
+    detail = f"{len(sizes)} tensors, packed"
+    if len(modules) > 1:
+        detail += "; phases share equal ones"
+    copies = _copies(sizes)
+    if copies:
+        detail += f"; {copies:,} bytes of it second copies, packed otherwise"
+    return Term("weights", sum(sizes.values()), detail)
 
 
-def _packed(
-    module: Module, flat: FlatModule, backends: Backends
-) -> Sequence[tuple[tuple[str, str], int]]:
-    """(what it is, bytes) of each resident weight; equal keys are one tensor."""
+def _resident(module: Module, flat: FlatModule, backends: Backends) -> dict[Recipe, int]:
+    """Bytes of each resident weight, by how it is made."""
     types = {v.name: v.tensor for item in flat.ops for v in item.op.operands if v.is_weight}
-    recipes = {g.name: weight_recipes(module, g.name) for g in module.graphs}
-    found = []
-    for name, weight in flat.weights.items():
-        if name not in types:
-            continue
-        recipe = recipes[weight.graph][weight.local]
-        key = (weight.binding.full_name(weight.local[1:]), recipe)
-        found.append((key, resident_bytes(types[name], backends)))
-    return found
+    return {
+        recipe_of(module, weight): resident_bytes(types[name], backends)
+        for name, weight in flat.weights.items()
+        if name in types
+    }
 
 
-def weight_recipes(module: Module, graph: str) -> dict[str, str]:
-    """Local weight name -> how it is made, as text: equal text and binding give equal tensors."""
-    from dataclasses import replace
-
-    from metainfer.ir.naming import canonical_names
-
-    load = module.load(graph)
-    if load is None:
-        return {w.name: w.name for w in module.graph(graph).weights}
-    made = {}
-    for weight, output in zip(module.graph(graph).weights, load.outputs, strict=True):
-        needed = {output.name}
-        kept = []
-        for op in reversed(load.ops):
-            if any(v.name in needed for v in op.results):
-                needed |= {v.name for v in op.operands}
-                kept.append(op)
-        sources = tuple(w for w in load.weights if w.name in needed)
-        alone = replace(
-            load, name="load", weights=sources, ops=tuple(reversed(kept)), outputs=(output,)
-        )
-        made[weight.name] = print_graph(canonical_names(alone))
-    return made
+def _copies(sizes: Mapping[Recipe, int]) -> int:
+    """Bytes of weights all of whose parts are held in another packing already."""
+    held: set[Recipe] = set()
+    copies = 0
+    for recipe, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        parts = parts_of(recipe)
+        copies += size if parts <= held else 0
+        held |= parts
+    return copies
 
 
 def resident_bytes(type_: TensorType, backends: Backends) -> int:

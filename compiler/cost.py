@@ -5,7 +5,7 @@ rates that the kernel's record states. A measured curve of the device overrides 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from metainfer.backends.kernel import Cost, Kernel
 from metainfer.backends.layout import LayoutRegistry
@@ -60,8 +60,14 @@ class CostModel:
         for position, name in kernel.layouts.items():
             if name and position < len(op.operands):
                 type_ = op.operands[position].tensor
-                extra += self.layouts.get(name).num_bytes(type_) - type_.bytes_at({})
+                extra += self.resident_bytes(replace(type_, layout=name)) - type_.bytes_at({})
         return extra
+
+    def resident_bytes(self, type_: TensorType) -> int:
+        """Bytes of a weight as it lies in memory, in its packing."""
+        if type_.layout:
+            return self.layouts.get(type_.layout).num_bytes(type_)
+        return type_.bytes_at({})
 
     def roofline(
         self, op: Op, device: Device, env: Mapping[str, int], arithmetic: str = ""

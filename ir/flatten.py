@@ -4,6 +4,7 @@ What runs is a flat list; blocks exist so that people can read a model of many l
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from metainfer.ir.graph import Binding, Graph, Module, Op, Value
 
@@ -57,6 +58,43 @@ class FlatModule:
     weights: dict[str, FlatWeight]
     states: dict[str, Value]
     state_of: dict[str, str]
+
+
+# The full name of a checkpoint tensor, or (op, attributes, recipes of the operands).
+Recipe = str | tuple[Any, ...]
+
+
+def recipe_of(module: Module, weight: FlatWeight) -> Recipe:
+    """How a weight is made, in full names: equal recipes give equal tensors."""
+    load = module.load(weight.graph)
+    if load is None:
+        return weight.binding.full_name(weight.local[1:])
+    index = [w.name for w in module.graph(weight.graph).weights].index(weight.local)
+    producers = load.producers()
+
+    def recipe(value: Value) -> Recipe:
+        op = producers.get(value.name)
+        if op is None:
+            return weight.binding.full_name(value.name[1:])
+        return (op.name, op.attrs, tuple(recipe(v) for v in op.operands))
+
+    return recipe(load.outputs[index])
+
+
+# Ops that hold all of their operands' numbers in another form.
+_FORMS = frozenset(
+    [
+        "pack", "quantize", "dequantize", "cast", "refine_scales", "unpermute_rope", "transpose",
+        "concat", "concat_rows",
+    ]
+)  # fmt: skip
+
+
+def parts_of(recipe: Recipe) -> frozenset[Recipe]:
+    """What a weight holds, whatever its form: checkpoint tensors, or parts of them."""
+    if isinstance(recipe, str) or recipe[0] not in _FORMS:
+        return frozenset([recipe])
+    return frozenset(part for operand in recipe[2] for part in parts_of(operand))
 
 
 class _Flattener:

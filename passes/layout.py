@@ -3,9 +3,9 @@
     before: linear(%x, @w: i8/32:f16[64,64])            $kv : pages(...) per token
     after:  linear(%x, @w: ... as "cpu.i8g32_n16")      $kv : pages(...) per token page 16
 
-The packing is that of the cheapest kernels over the sizes of the phase; a weight that two uses want
-in two packings is held twice, and the report says what the copy costs. Page sizes are chosen
-jointly: the one that most kernels take, raised or lowered before a fast kernel is given up.
+The packing is that of the kernels that lose least over the sizes of the phase; a weight that two
+uses want in two packings is held twice, and the report says what the copy costs. Page sizes are
+chosen jointly: the one that most kernels take, raised or lowered before a fast one is given up.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,6 +29,8 @@ from metainfer.passes.weights import LoadEditor
 
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_PAGE = 16
+# Packings by operand: what two kernels must share to read one copy of a weight.
+_Key = tuple[tuple[int, str], ...]
 
 
 def layout(module: Module, target: Target) -> Module:
@@ -140,29 +142,33 @@ def _retyped(body: Graph, changed: Mapping[str, Value]) -> Graph:
 def cheapest_layouts(
     op: Op, target: Target, limits: Mapping[str, tuple[int, int]], strided: frozenset[str]
 ) -> dict[int, str]:
-    """Operand -> packing of the kernels that are cheapest in sum over the sizes of the phase."""
+    """Operand -> packing of the kernels that lose least to the best ones over the phase's sizes.
+
+    Each size counts alike: were it the time in sum, the largest steps of a prefill would decide
+    alone, and decode, which reads the weights again for every token, would want another copy.
+    """
     query = query_of(op, target, limits, strided)
     usable = [c for c in candidates_of(op, query, target) if c.is_usable]
-    groups: dict[tuple[tuple[int, str], ...], list[Candidate]] = {}
+    groups: dict[_Key, list[Candidate]] = {}
     for candidate in usable:
         groups.setdefault(_key(candidate.kernel), []).append(candidate)
     if not groups:
         return {}
     sizes = sample_sizes(target, limits)
-    made = any(not c.kernel.generic for c in usable)
+    prices = {
+        key: [min(cost_of(c, query, target, env).seconds for c in members) for env in sizes]
+        for key, members in groups.items()
+    }
+    least = [min(at_size) for at_size in zip(*prices.values(), strict=True)]
 
-    def total(item: tuple[Any, list[Candidate]]) -> tuple[bool, float]:
-        members = item[1]
-        generic = made and all(c.kernel.generic for c in members)
-        return generic, sum(
-            min(cost_of(c, query, target, env).seconds for c in members) for env in sizes
-        )
+    def slowdown(key: _Key) -> tuple[bool, float]:
+        is_generic = all(c.kernel.generic for c in groups[key])
+        return is_generic, sum(p / best for p, best in zip(prices[key], least, strict=True))
 
-    key, _ = min(groups.items(), key=total)
-    return dict(key)
+    return dict(sorted(groups, key=slowdown)[0])
 
 
-def _key(kernel: Kernel) -> tuple[tuple[int, str], ...]:
+def _key(kernel: Kernel) -> _Key:
     return tuple(sorted((i, name) for i, name in kernel.layouts.items() if name))
 
 

@@ -14,6 +14,7 @@ from metainfer.hardware.machine import Machine
 from metainfer.ir.graph import Op
 from metainfer.ir.options import Options
 from metainfer.ir.strategy import Strategy
+from metainfer.ir.types import TensorType
 
 
 class CostModel(Protocol):
@@ -29,6 +30,10 @@ class CostModel(Protocol):
         self, op: Op, device: Device, env: Mapping[str, int], arithmetic: str = ""
     ) -> Cost:
         """What no kernel can beat that computes at the named rate."""
+        ...
+
+    def resident_bytes(self, type_: TensorType) -> int:
+        """Bytes of a weight as it lies in memory, in its packing."""
         ...
 
 

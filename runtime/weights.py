@@ -14,8 +14,8 @@ import numpy as np
 from metainfer.backends.registry import Backends
 from metainfer.ir.dtypes import BlockArray
 from metainfer.ir.errors import CheckpointError, PlanError
-from metainfer.ir.flatten import FlatWeight
-from metainfer.ir.graph import Graph, Module, Op, Value
+from metainfer.ir.flatten import FlatWeight, Recipe, recipe_of
+from metainfer.ir.graph import Module, Op, Value
 from metainfer.ir.interpret import as_reference_input, round_to
 from metainfer.ir.ops.record import RAW, op_def
 from metainfer.ir.types import TensorType
@@ -37,38 +37,25 @@ class WeightStore:
     def __init__(self, provider: Provider, backends: Backends) -> None:
         self._provider = provider
         self._backends = backends
-        self._made: dict[tuple[Any, ...], Any] = {}
+        self._made: dict[Recipe, Any] = {}
 
     def get(self, module: Module, weight: FlatWeight) -> Any:
         """The resident form of a weight: plain numpy, or what its layout packs.
 
         Raises: CheckpointError if a tensor is missing or of another shape or format.
         """
+        key = recipe_of(module, weight)
+        if key not in self._made:
+            # Only what a graph reads is kept; the steps on the way are dropped.
+            self._made[key] = self._evaluate(module, weight)
+        return self._made[key]
+
+    def _evaluate(self, module: Module, weight: FlatWeight) -> Any:
         load = module.load(weight.graph)
         if load is None:
-            key: tuple[Any, ...] = (weight.binding.full_name(weight.local[1:]),)
-            if key not in self._made:
-                self._made[key] = self._provider(key[0])
-            return self._made[key]
-        graph = module.graph(weight.graph)
-        index = [w.name for w in graph.weights].index(weight.local)
-        return self._evaluate(load, load.outputs[index], weight)
-
-    def _evaluate(self, load: Graph, value: Value, weight: FlatWeight) -> Any:
-        producers = load.producers()
-        key = self._key(value, producers, weight)
-        if key in self._made:
-            return self._made[key]
-        made = self._make(value, producers, weight)
-        # Only what a graph reads is kept; the steps on the way are dropped.
-        self._made[key] = made
-        return made
-
-    def _key(self, value: Value, producers: Mapping[str, Op], weight: FlatWeight) -> Any:
-        op = producers.get(value.name)
-        if op is None:
-            return weight.binding.full_name(value.name[1:])
-        return (op.name, op.attrs, tuple(self._key(v, producers, weight) for v in op.operands))
+            return self._provider(weight.binding.full_name(weight.local[1:]))
+        index = [w.name for w in module.graph(weight.graph).weights].index(weight.local)
+        return self._make(load.outputs[index], load.producers(), weight)
 
     def _make(self, value: Value, producers: Mapping[str, Op], weight: FlatWeight) -> Any:
         op = producers.get(value.name)
