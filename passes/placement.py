@@ -18,7 +18,14 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from metainfer.ir.errors import CapacityError, PlanError
-from metainfer.passes.placement_search import Problem, improve, pack, replicate, thresholds
+from metainfer.passes.placement_search import (
+    Problem,
+    improve,
+    pack,
+    recount,
+    replicate,
+    thresholds,
+)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 EMPTY = -1  # a slot without an expert
@@ -189,7 +196,10 @@ def _place_layer(problem: Problem, group_of: Array, before: Placement) -> Placem
         # Starts come in order of promise; one that is as good as can be ends the search.
         if found[-1][0] <= min(enough, limit):
             break
-    least = min(load for load, _ in found)
+    least, lightest = min(found, key=lambda pair: pair[0])
+    if least > enough * _EQUAL:
+        found.append(recount(problem, lightest, enough))
+        least = min(least, found[-1][0])
     equal = [slots for load, slots in found if load <= min(least * _EQUAL, limit)]
     settled = [_settle(problem, slots, group_of, before) for slots in equal]
     return min(settled, key=lambda placed: _distance(before, placed, group_of))

@@ -28,6 +28,8 @@ from scipy.sparse import coo_matrix
 from metainfer.passes.placement_search import Array, Problem, replicate
 
 _GRID = 400  # weights of pieces are counted in this fraction of the load in question
+_DAMPING = 0.7  # part of the best duals so far in the next
+_STEP = 8  # of weights from which further patterns are read
 _TINY = 1e-9
 Pattern = tuple[tuple[int, int], ...]  # (expert, replicas of it) on one rank
 
@@ -128,23 +130,34 @@ class _Cover:
         """The answer; None if time ran out."""
         if not all(self._cuts):
             return False
-        ranks = self._problem.ranks
+        ranks, steady, most = self._problem.ranks, None, 0.0
         while time.monotonic() < until:
-            used, worth, price = self._cheapest()
+            used, duals = self._cheapest()
             if used <= ranks + 1e-6:
                 return True
-            best, pattern = self._most_valuable(worth, price)
-            # Duals divided by the most valuable pattern's worth obey every pattern.
-            least = (worth.sum() - price * self._problem.budget) / max(best, 1.0)
-            if least > ranks * (1 + 1e-7):
-                return False
-            if pattern in self._patterns:
+            # Duals leap from program to program; steps from the best so far towards them find
+            # patterns that last.
+            asked = duals if steady is None else _DAMPING * steady + (1 - _DAMPING) * duals
+            is_grown = False
+            for prices in (asked, duals):
+                best, patterns = self._most_valuable(prices)
+                # Duals divided by the most valuable pattern's worth obey every pattern.
+                least = (prices[:-1].sum() - prices[-1] * self._problem.budget) / max(best, 1.0)
+                if least > ranks * (1 + 1e-7):
+                    return False
+                if least > most:
+                    steady, most = prices / max(best, 1.0), least
+                known = len(self._patterns)
+                self._patterns.update(dict.fromkeys(patterns))
+                is_grown = len(self._patterns) > known
+                if is_grown:
+                    break
+            if not is_grown:
                 return None
-            self._patterns[pattern] = None
         return None
 
-    def _cheapest(self) -> tuple[float, Array, float]:
-        """Ranks that the known patterns need; what each expert, and a placed piece, are worth.
+    def _cheapest(self) -> tuple[float, Array]:
+        """Ranks that the known patterns need; what each expert, and last a placed piece, is worth.
 
         A piece more than the budget costs as much as all ranks, so that the program has a solution.
         """
@@ -162,16 +175,18 @@ class _Cover:
         costs = np.append(np.ones(number), float(self._problem.ranks))
         limits = np.append(-np.ones(experts), float(self._problem.budget))
         found = linprog(costs, A_ub=matrix.tocsr(), b_ub=limits, method="highs")
-        duals = -found.ineqlin.marginals
-        return float(found.fun), duals[:experts], float(duals[experts])
+        return float(found.fun), -found.ineqlin.marginals
 
-    def _most_valuable(self, worth: Array, price: float) -> tuple[float, Pattern]:
-        """The knapsack: best sum of worths within slots and weight, and its pattern."""
+    def _most_valuable(self, duals: Array) -> tuple[float, list[Pattern]]:
+        """The knapsack: best sum of worths within slots and weight, and its pattern.
+
+        Patterns of less weight that are worth more than a rank too: fewer programs to solve.
+        """
         slots = self._problem.slots
         best = np.zeros((slots + 1, _GRID + 1))
         steps: list[tuple[int, Array]] = []
         for expert, cuts in enumerate(self._cuts):
-            gains = [(k, w, worth[expert] / k - price) for k, w in cuts.items()]
+            gains = [(k, w, duals[expert] / k - duals[-1]) for k, w in cuts.items()]
             gains = [gain for gain in gains if gain[2] > _TINY]
             if not gains:
                 continue
@@ -183,10 +198,12 @@ class _Cover:
                 best[1:, weight:][better] = tried[better]
                 chosen[1:, weight:][better] = replicas
             steps.append((expert, chosen))
-        return float(best[slots, _GRID]), self._trace(steps)
+        rooms = [room for room in range(_GRID, 0, -_STEP) if best[slots, room] > 1 + 1e-6]
+        traced = [self._trace(steps, room) for room in rooms or [_GRID]]
+        return float(best[slots, _GRID]), traced
 
-    def _trace(self, steps: Sequence[tuple[int, Array]]) -> Pattern:
-        slots, room, pattern = self._problem.slots, _GRID, []
+    def _trace(self, steps: Sequence[tuple[int, Array]], room: int) -> Pattern:
+        slots, pattern = self._problem.slots, []
         for expert, chosen in reversed(steps):
             replicas = int(chosen[slots, room])
             if replicas:
