@@ -22,12 +22,13 @@ from metainfer.backends.registry import Backends
 from metainfer.ir.arena import Arena, is_view, strided_values
 from metainfer.ir.errors import PlanError
 from metainfer.ir.flatten import FlatModule, FlatOp
-from metainfer.ir.graph import Module
+from metainfer.ir.graph import Module, Value
 from metainfer.runtime.bind import CpuEmitter, TorchEmitter
 from metainfer.runtime.storage import Storage
 
 _VIEW_CACHE = 16  # combinations of sizes whose views are kept
 Env = Mapping[str, int]
+Observer = Callable[[str, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,29 @@ class PhaseExecutor:
         self._limits = module.limits()
         self._strided = strided_values(item.op for item in flat.ops)
         self._tables = _thresholds(flat)
-        self._variants: dict[tuple[int, ...], list[Segment]] = {}
+        self._variants: dict[tuple[tuple[int, ...], frozenset[str]], list[Segment]] = {}
         self._bound: OrderedDict[tuple[Any, ...], list[list[Callable[[], None]]]] = OrderedDict()
 
     def run(self, env: Env) -> None:
         """Run the phase once; inputs and outputs lie in the storage."""
         for step in self._steps(env):
             step()
+
+    def observe(self, env: Env, watched: Mapping[str, Value], seen: Observer) -> None:
+        """Run once, showing values right before the ops that read them.
+
+        Args:
+            env: sizes of the step.
+            watched: the value to show before an op, by the name of the op's first result.
+            seen: gets that name and the value, a view that holds until it returns.
+        """
+        views = self._views(env)
+        for segment in self._segments(env, frozenset(watched)):
+            name = segment.ops[0].op.results[0].name
+            if name in watched:
+                seen(name, views.tensor(watched[name]))
+            for call in _calls(segment, env, views):
+                call()
 
     def trace(self, env: Env) -> list[Measured]:
         """Run once, timing every group by itself."""
@@ -133,11 +150,12 @@ class PhaseExecutor:
     def _variant(self, env: Env) -> tuple[int, ...]:
         return tuple(bisect.bisect_left(limits, env[s]) for s, limits in self._tables)
 
-    def _segments(self, env: Env) -> list[Segment]:
-        variant = self._variant(env)
-        if variant not in self._variants:
-            self._variants[variant] = self._build(variant)
-        return self._variants[variant]
+    def _segments(self, env: Env, cuts: frozenset[str] = frozenset()) -> list[Segment]:
+        """Segments of a variant; the ops named in ``cuts`` begin one each."""
+        key = (self._variant(env), cuts)
+        if key not in self._variants:
+            self._variants[key] = self._build(*key)
+        return self._variants[key]
 
     def _kernel(self, item: FlatOp, variant: tuple[int, ...]) -> Kernel | None:
         """The kernel of a group in a variant, None for views and copies."""
@@ -153,14 +171,15 @@ class PhaseExecutor:
                 return self._backends.kernels.get(choice.kernel)
         raise PlanError(f"the kernel table of {item.op.name} has no row for this size")
 
-    def _build(self, variant: tuple[int, ...]) -> list[Segment]:
+    def _build(self, variant: tuple[int, ...], cuts: frozenset[str]) -> list[Segment]:
         segments: list[Segment] = []
         pending: list[tuple[FlatOp, Kernel | None]] = []
         for item in self.flat.ops:
             if is_view(item.op, self._strided):
                 continue
             kernel = self._kernel(item, variant)
-            if pending and _is_cpu(pending[-1][1]) != _is_cpu(kernel):
+            is_cut = item.op.results[0].name in cuts
+            if pending and (is_cut or _is_cpu(pending[-1][1]) != _is_cpu(kernel)):
                 segments.append(self._segment(pending))
                 pending = []
             pending.append((item, kernel))
@@ -187,14 +206,8 @@ class PhaseExecutor:
         if key in self._bound:
             self._bound.move_to_end(key)
             return self._bound[key]
-        torch_calls = self._views(env)
-        bound: list[list[Callable[[], None]]] = []
-        for segment in segments:
-            if isinstance(segment, CpuSegment):
-                bound.append([_program_call(segment.program, segment.dims.evaluate(env))])
-                continue
-            pairs = zip(segment.ops, segment.kernels, strict=True)
-            bound.append([torch_calls.bind(item, kernel) for item, kernel in pairs])
+        views = self._views(env)
+        bound = [_calls(segment, env, views) for segment in segments]
         self._bound[key] = bound
         if len(self._bound) > _VIEW_CACHE:
             self._bound.popitem(last=False)
@@ -226,6 +239,14 @@ def _thresholds(flat: FlatModule) -> tuple[tuple[str, list[int]], ...]:
             if choice.symbol:
                 found.setdefault(choice.symbol, set()).add(choice.limit)
     return tuple((symbol, sorted(limits)) for symbol, limits in sorted(found.items()))
+
+
+def _calls(segment: Segment, env: Env, views: TorchEmitter) -> list[Callable[[], None]]:
+    """Functions without arguments that run a segment at concrete sizes."""
+    if isinstance(segment, CpuSegment):
+        return [_program_call(segment.program, segment.dims.evaluate(env))]
+    pairs = zip(segment.ops, segment.kernels, strict=True)
+    return [views.bind(item, kernel) for item, kernel in pairs]
 
 
 def _program_call(program: Program, dims: list[int]) -> Callable[[], None]:

@@ -14,12 +14,12 @@ from metainfer.hardware.machine import Machine, matches
 from metainfer.ir.arena import plan_arena
 from metainfer.ir.errors import CapacityError, CheckpointError, PlanError, TypeMismatch
 from metainfer.ir.flatten import flatten
-from metainfer.ir.graph import Module
+from metainfer.ir.graph import Module, Value
 from metainfer.ir.interpret import unify
 from metainfer.ir.plan import Plan
 from metainfer.ir.verify import verify_module
 from metainfer.runtime.checkpoint import Checkpoint, TensorSource, open_checkpoint
-from metainfer.runtime.executor import Measured, PhaseExecutor
+from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
 from metainfer.runtime.legality import check_kernels
 from metainfer.runtime.storage import Storage
 from metainfer.runtime.weights import (
@@ -172,6 +172,19 @@ class LoadedModel:
         """Run one step, timing every group; returns the sizes too."""
         executor, env = self._prepare(phase, tokens, step)
         return executor.trace(env), env
+
+    def observe(
+        self,
+        phase: str,
+        tokens: np.ndarray,
+        step: Mapping[str, np.ndarray],
+        watched: Mapping[str, Value],
+        seen: Observer,
+    ) -> np.ndarray:
+        """Run one step, showing values on the way (`PhaseExecutor.observe`). Shapes: as `run`."""
+        executor, env = self._prepare(phase, tokens, step)
+        executor.observe(env, watched, seen)
+        return executor.output(0, env).float().cpu().numpy()
 
     def _prepare(
         self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]

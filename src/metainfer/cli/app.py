@@ -11,6 +11,7 @@ from metainfer.cli.diff import diff
 from metainfer.cli.errors import GuardedGroup
 from metainfer.cli.explain import explain
 from metainfer.cli.opt import opt
+from metainfer.cli.record import record
 from metainfer.cli.run import run
 from metainfer.cli.verify import verify
 
@@ -74,6 +75,7 @@ def version() -> None:
 
 app.command("compile")(compile_model)
 app.command("run")(run)
+app.command("record")(record)
 app.command("bench")(bench)
 app.command("explain")(explain)
 app.command("diff")(diff)

@@ -107,7 +107,7 @@ def run(
         )
     tracer = _tracer(model, trace)
     engine = model.engine() if tracer is None else _engine(tracer, model)
-    ids = _encode(engine, text, chat, system)
+    ids = encode_prompt(engine, text, chat, system)
     if max_new_tokens is None:
         room = engine.capacity.context - len(ids) + 1
         params = replace(params, max_tokens=min(_LONGEST, max(room, 1)))
@@ -154,7 +154,7 @@ def _engine(tracer: "TracingRunner", model: "LoadedModel") -> "Engine":
     return Engine(tracer, model.engine().tokenizer)
 
 
-def _encode(engine: "Engine", text: str, chat: bool | None, system: str | None) -> list[int]:
+def encode_prompt(engine: "Engine", text: str, chat: bool | None, system: str | None) -> list[int]:
     """Tokens of the prompt, as a chat message or as it stands."""
     if engine.tokenizer is None:
         raise MetainferError(
