@@ -1,12 +1,12 @@
 """Placement of experts beside the public greedy method and lower bounds.
 
-    python benchmarks/placement.py [--seconds 10] [--only zipf1.0]
+    python benchmarks/placement.py [--seconds 120] [--only zipf1.0]
 
 Loads are of the heaviest rank, as percent above a lower bound that no placement can beat: "mean"
 of the ranks, largest "piece" that replicas leave, "full" ranks, or linear programs over the
 "patterns" of a rank (searched for at most ``--seconds`` where the others leave more than 1%).
-Every cell is checked: never heavier than greedy. The last table holds small layers whose optimum
-HiGHS proves.
+Every cell is checked: never heavier than greedy. Then small layers whose optimum HiGHS proves, the
+experts that a step touches on each rank, and the time of a whole model. Times are of one CPU.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from metainfer.ir.synthetic_router import active_experts, draw_choices
 from metainfer.passes.placement import Placement, greedy, in_order, place
 from metainfer.passes.placement_bounds import Bound, optimum, pattern_bound, simple_bound
 from metainfer.passes.placement_search import Problem
@@ -94,15 +95,41 @@ def measure_small(seconds: float) -> Iterator[Cell]:
             slots = -(-(experts + spare) // ranks)
             problem = Problem(counts, ranks, slots, experts + spare)
             cell = measure(name, problem, seconds)
-            best = optimum(problem, seconds)
+            best = optimum(problem, min(seconds, 20.0))
             fields = (cell.ours, cell.public, cell.plain, best, cell.seconds)
             yield Cell(name, problem, *fields)
+
+
+def show_active(tokens: int = 64, chosen: int = 8) -> None:
+    """How many experts of each rank one step touches: what a figure of its speed depends on."""
+    print(f"\nactive experts a rank, of those it holds, in a step of {tokens} tokens x {chosen}")
+    print("histogram experts ranks    least  mean  most  of")
+    for experts, ranks in ((128, 8), (256, 16), (384, 64)):
+        for name, counts in histograms(experts):
+            (placed,) = place(counts, ranks, -(-experts // ranks))
+            active = active_experts(draw_choices(counts, tokens, chosen), placed.slots)
+            figures = f"{active.min():8} {active.mean():5.1f} {active.max():5}"
+            print(f"{name:9} {experts:7} {ranks:5} {figures} {placed.slots_per_rank:3}")
+
+
+def show_model(layers: int = 61, experts: int = 384, ranks: int = 64, spare: int = 64) -> None:
+    """Time to place a whole model, every layer skewed differently."""
+    rng = np.random.default_rng(0)
+    shares = np.arange(1, experts + 1, dtype=float)
+    rows = [np.round(1e6 * shares ** -(0.3 + layer / layers)) for layer in range(layers)]
+    counts = np.stack([rng.permutation(row) for row in rows])
+    begun, cpu = time.perf_counter(), time.process_time()
+    place(counts, ranks, -(-(experts + spare) // ranks), replicas=spare)
+    took, used = time.perf_counter() - begun, time.process_time() - cpu
+    print(
+        f"\n{layers} layers x {experts} experts on {ranks} ranks: {took:.1f} s, {used:.1f} s of CPU"
+    )
 
 
 def main() -> None:
     """Print the tables and check every cell."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a bound's search")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of a bound's search")
     parser.add_argument("--only", default="", help="one kind of histogram")
     wanted = parser.parse_args()
     head = "histogram experts ranks spare  slots    ours   greedy in order  bound         time"
@@ -122,6 +149,8 @@ def main() -> None:
     small = list(measure_small(wanted.seconds))
     for cell in small:
         print(cell.row(), flush=True)
+    show_active()
+    show_model()
     _summarize(cells, small)
 
 

@@ -80,9 +80,10 @@ def pattern_bound(
         close: stop when the bound is this close to what the relaxation allows.
     """
     best, high, until = simple_bound(problem), upper, time.monotonic() + seconds
+    # Where the placement is as good as can be, one answer settles it.
+    load = upper / close
     pool = [pattern for slots in known for pattern in _patterns_of(problem, slots)]
     while high > best.load * close and time.monotonic() < until:
-        load = math.sqrt(best.load * high)
         possible = _Cover(problem, load, pool).possible(until)
         if possible is None:
             break
@@ -90,6 +91,7 @@ def pattern_bound(
             high = load
         else:
             best = Bound(load, "patterns")
+        load = math.sqrt(best.load * high)
     return best
 
 
