@@ -58,7 +58,7 @@ def test_placements_are_legal_and_no_heavier_than_greedy(problem: Problem) -> No
 @settings(deadline=None, max_examples=15)
 @given(problems(largest=6).filter(lambda p: p.ranks <= 4))
 def test_bounds_hold_and_small_layers_come_near_the_optimum(problem: Problem) -> None:
-    best = optimum(problem, seconds=20)
+    best = optimum(problem, seconds=5)
     load = heaviest(solved(problem), problem)
     assert best.load <= load * (1 + 1e-5)
     relaxed = pattern_bound(problem, load, seconds=5)
