@@ -4,12 +4,14 @@ time = max(bytes / memory rate, operations / arithmetic rate) + launches, with t
 rates that the kernel's record states. A measured curve of the device overrides the arithmetic rate.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from metainfer.backends.kernel import Cost, Kernel
 from metainfer.backends.layout import LayoutRegistry
+from metainfer.hardware.collective_cost import cheapest
 from metainfer.hardware.device import Device
+from metainfer.hardware.machine import Machine
 from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import HardwareError
 from metainfer.ir.graph import Graph, Op, Value
@@ -85,6 +87,12 @@ class CostModel:
         memory, compute = moved / device.memory_bandwidth.sustained, flops / rate
         bound = "memory" if memory >= compute else "compute"
         return Cost(max(memory, compute), flops, moved, bound)
+
+    def collective(
+        self, name: str, machine: Machine, ranks: Sequence[int], payload_bytes: int
+    ) -> float:
+        """Seconds of a collective by the cheapest algorithm (`hardware.collective_cost`)."""
+        return cheapest(name, machine, tuple(ranks), payload_bytes).seconds
 
     def launch_seconds(self, device: Device, backend: str = "") -> float:
         """Time of one launch.

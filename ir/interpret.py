@@ -14,6 +14,7 @@ from metainfer.ir.dims import Dim
 from metainfer.ir.dtypes import F32, F64, Block, BlockArray, Scalar
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr, Binding, Graph, Module, Op, Value
+from metainfer.ir.ops.collective import MEETING, OWN
 from metainfer.ir.ops.record import RAW, Array, op_def
 from metainfer.ir.step import STEP_FIELDS
 from metainfer.ir.types import StateType, TensorType
@@ -50,8 +51,8 @@ def interpret(
 
     Raises: TypeMismatch if shapes do not fit or a symbol stays unbound.
     """
-    env = _bind_symbols(module.main.inputs, inputs, step or {})
-    run = _Run(module, weights, env, dict(step or {}), dict(states or {}))
+    env = bind_symbols(module.main.inputs, inputs, step or {})
+    run = Run(module, weights, env, dict(step or {}), dict(states or {}))
     outputs = run.graph(module.main, inputs, Binding(""))
     return Result(tuple(cast(Array, o) for o in outputs), run.states)
 
@@ -73,7 +74,7 @@ def interpret_graph(
     step = {k.removeprefix("step."): v for k, v in inputs.items() if k.startswith("step.")}
     for field, data in step.items():
         unify(Value(field, STEP_FIELDS[field]), tuple(cast(Array, data).shape), bound)
-    run = _Run(module, _no_weights, bound, cast(dict[str, Array], step), {})
+    run = Run(module, _no_weights, bound, cast(dict[str, Array], step), {})
     values = {v.name: inputs[v.name] for v in params}
     run.ops(graph.ops, values)
     return tuple(values[v.name] for v in (*graph.outputs, *graph.state_outputs))
@@ -106,9 +107,13 @@ def _unify_size(value: Value, size: Dim, actual: int, env: dict[str, int]) -> No
     raise TypeMismatch(f"{value.name}: cannot tell {', '.join(free)} from {size} = {actual}")
 
 
-def _bind_symbols(
+def bind_symbols(
     values: Sequence[Value], inputs: Sequence[Array], step: Mapping[str, Array]
 ) -> dict[str, int]:
+    """Values of the size symbols that inputs and the step record give.
+
+    Raises: TypeMismatch if their number or a shape does not fit.
+    """
     if len(values) != len(inputs):
         raise TypeMismatch(f"main takes {len(values)} inputs, got {len(inputs)}")
     env: dict[str, int] = {}
@@ -124,7 +129,7 @@ def _no_weights(name: str) -> Array:
 
 
 @dataclass
-class _Run:
+class Run:
     """One execution: symbols are bound, states change as blocks return."""
 
     module: Module
@@ -134,6 +139,7 @@ class _Run:
     states: dict[str, StateArrays]
 
     def graph(self, graph: Graph, inputs: Sequence[Data], binding: Binding) -> tuple[Data, ...]:
+        """Run a graph on its inputs; states change in place of their names."""
         values: dict[str, Data] = {
             v.name: data for v, data in zip(graph.inputs, inputs, strict=True)
         }
@@ -158,18 +164,24 @@ class _Run:
         return {w.name: values[made.name] for w, made in pairs}
 
     def ops(self, ops: Sequence[Op], values: dict[str, Data]) -> None:
+        """Run ops in order, adding their results to ``values``."""
         for op in ops:
-            operands = [self._operand(v, values) for v in op.operands]
-            results = self._apply(op, operands)
+            operands = [self.operand(v, values) for v in op.operands]
+            results = self.apply(op, operands)
             for value, data in zip(op.results, results, strict=True):
                 values[value.name] = data
 
-    def _operand(self, value: Value, values: Mapping[str, Data]) -> Data:
+    def operand(self, value: Value, values: Mapping[str, Data]) -> Data:
+        """A value of the graph, or a field of the step record."""
         if value.name in values:
             return values[value.name]
         return self.step[value.name.removeprefix("step.")]
 
-    def _apply(self, op: Op, operands: Sequence[Data]) -> Sequence[Data]:
+    def apply(self, op: Op, operands: Sequence[Data]) -> Sequence[Data]:
+        """Results of one op, rounded to their declared types.
+
+        Raises: TypeMismatch for a collective, which needs other ranks.
+        """
         if op.name == "call":
             block = self.module.graph(str(op.attr["block"]))
             return self.graph(block, operands, Binding.of(op))
@@ -178,6 +190,11 @@ class _Run:
             values = {p.name: d for p, d in zip(body.inputs, operands, strict=True)}
             self.ops(body.ops, values)
             return [values[v.name] for v in body.outputs]
+        if op.name in MEETING | OWN and op.attr.get("ranks", 0) not in (0, 1):
+            raise TypeMismatch(
+                f"{op.name} over {op.attr['axis']} needs every rank of the axis",
+                advice="interpret the module by `ir.simulate.simulate`",
+            )
         record = op_def(op.name)
         attrs = {k: concrete_attr(v, self.env) for k, v in record.complete(op.attr).items()}
         raw = record.has(RAW)

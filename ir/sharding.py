@@ -13,6 +13,7 @@ from metainfer.ir.dims import Dim, dim
 from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr, Op
+from metainfer.ir.ops.collective import MEETING, OWN
 from metainfer.ir.ops.record import COLLECTIVE, VIEW, OpDef, op_def
 from metainfer.ir.refine import refined_format
 from metainfer.ir.shard_rule import NamedDim, Rule, parse_rule
@@ -67,6 +68,9 @@ def propagate(
     Raises: TypeMismatch naming the op, the operand, the axis and the rule.
     """
     record = op_def(name)
+    if is_local(name, attrs):
+        _check_local(name, operands)
+        return tuple(results)
     if not _is_sharded(operands) and not record.has(COLLECTIVE):
         return tuple(_with_sharding(r, {}) if _is_sharded([r]) else r for r in results)
     complete = record.complete(attrs)
@@ -89,8 +93,9 @@ def check_sharding(op: Op, mesh: Mesh | None = None) -> None:
     """
     types = [v.type for v in op.operands]
     declared = [v.type for v in op.results]
-    if not _is_sharded((*types, *declared)) and not op_def(op.name).has(COLLECTIVE):
-        return
+    if not _is_sharded((*types, *declared)):
+        if is_local(op.name, op.attr) or not op_def(op.name).has(COLLECTIVE):
+            return
     for value, wanted in zip(
         op.results, propagate(op.name, types, op.attr, declared, mesh), strict=True
     ):
@@ -100,6 +105,19 @@ def check_sharding(op: Op, mesh: Mesh | None = None) -> None:
                 f"declared {_described(value.type)}",
                 advice=_rule_of(op_def(op.name), types, op.attr),
             )
+
+
+def is_local(name: str, attrs: Mapping[str, Attr]) -> bool:
+    """Whether an op is a collective in local form: its types are those of one rank's part."""
+    return (name in OWN or name in MEETING) and bool(attrs.get("ranks", 0))
+
+
+def _check_local(name: str, operands: Sequence[Type]) -> None:
+    if _is_sharded(operands):
+        raise TypeMismatch(
+            f"{name} over parts of one rank takes no sharded operand: {operands[0]}",
+            advice="leave ranks out where types are global",
+        )
 
 
 def _is_sharded(types: Sequence[Type]) -> bool:
@@ -421,6 +439,7 @@ def local_attrs(
 __all__ = [
     "check_divides",
     "check_sharding",
+    "is_local",
     "local_attrs",
     "local_type",
     "propagate",

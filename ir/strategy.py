@@ -15,7 +15,9 @@ class Strategy:
 
     Attributes:
         phase: "prefill", "decode", or "call" for a module that is no language model.
-        mesh: axes over ranks; empty for one.
+        mesh: axes over ranks, of pp, dp and tp, outermost first; empty for one.
+        experts: axes over which whole experts are spread; each one's inner dim is cut over tp
+            where tp is not among them.
         activations: element type between ops.
         weights: rule for the formats of weights, as in `Options.weights`.
         exact: whether kernels may add no rounding of their own.
@@ -29,6 +31,7 @@ class Strategy:
 
     phase: str
     mesh: Mesh = field(default_factory=Mesh)
+    experts: tuple[str, ...] = ()
     activations: str = "f32"
     weights: str = "auto"
     exact: bool = False

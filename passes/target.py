@@ -4,7 +4,7 @@
 backends that passes import.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +34,12 @@ class CostModel(Protocol):
 
     def resident_bytes(self, type_: TensorType) -> int:
         """Bytes of a weight as it lies in memory, in its packing."""
+        ...
+
+    def collective(
+        self, name: str, machine: Machine, ranks: Sequence[int], payload_bytes: int
+    ) -> float:
+        """Predicted seconds of a collective among ranks, payload as in `hardware.Collective`."""
         ...
 
 

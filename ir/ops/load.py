@@ -159,6 +159,35 @@ def unpermute_rope(x: Array | BlockArray, *, heads: int) -> Array | BlockArray:
     return BlockArray(x.format, rows(x.codes), rows(x.scales), offsets)
 
 
+def _infer_repeat(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
+    x = tensor_of(types[0])
+    groups, times = (int(cast(int, attrs[k])) for k in ("groups", "times"))
+    if groups < 1 or times < 1 or x.shape[0].static % groups:
+        raise TypeMismatch(f"{x.shape[0]} rows are not {groups} groups to be repeated {times} times")
+    extent = _rows_of_block(x)
+    if extent == 0 or x.shape[0].static // groups % extent:
+        raise TypeMismatch(f"repeat_rows of {x.dtype}: its blocks span groups")
+    return (x.with_shape((x.shape[0] * times, *x.shape[1:])),)
+
+
+@op("repeat_rows", infer=_infer_repeat, shard=shard_rules.whole_rows, traits=[RAW])
+def repeat_rows(x: Array | BlockArray, *, groups: int, times: int) -> Array | BlockArray:
+    """Repeat each group of rows: ``a b`` becomes ``a a b b``. Codes and scales alike.
+
+    Shapes: x [groups * N, ...] -> [groups * times * N, ...].
+    """
+
+    def repeated(a: Array) -> Array:
+        rows = a.reshape(groups, 1, -1, *a.shape[1:])
+        wide = np.broadcast_to(rows, (groups, times, *rows.shape[2:]))
+        return np.ascontiguousarray(wide).reshape(-1, *a.shape[1:])
+
+    if not isinstance(x, BlockArray):
+        return repeated(x)
+    offsets = None if x.offsets is None else repeated(x.offsets)
+    return BlockArray(x.format, repeated(x.codes), repeated(x.scales), offsets)
+
+
 def _infer_pack(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x = tensor_of(types[0])
     return (TensorType(x.shape, x.dtype, layout=str(attrs["layout"])),)
