@@ -11,18 +11,18 @@ from metainfer.ir.graph import Attr, Graph, Module, Op, Value, attrs_of
 from metainfer.ir.naming import canonical_names
 from metainfer.ir.ops.collective import MEETING, OWN
 from metainfer.ir.ops.record import VIEW, op_def
+from metainfer.ir.shard_rule import Rule, parse_rule
 from metainfer.ir.sharding import local_type
 from metainfer.ir.types import Mesh, StateType, Type
+from metainfer.passes.spread_experts import spread_experts
 from metainfer.passes.target import Target
-
-# Ops that look rows of a weight up: (operand with the row numbers, operand with the table).
-_LOOKUPS = {"embedding": (0, 1), "experts": (1, 3)}
 
 
 def localize(module: Module, target: Target) -> Module:
     """Write the program of one rank.
 
-    Row numbers of a table that is sharded by rows are made local first (`local_index`).
+    Row numbers of a table that is sharded by rows are made local first (`local_index`). Experts
+    that are spread over the data-parallel axis get their tokens here (`spread_experts`).
 
     Before (tp=2)::
 
@@ -71,11 +71,12 @@ def localize(module: Module, target: Target) -> Module:
     mesh = module.mesh
     if mesh.num_ranks == 1:
         return module
-    return replace(
+    module = replace(
         module,
         graphs=tuple(canonical_names(_local(g, mesh)) for g in module.graphs),
         loads=tuple(canonical_names(_local(g, mesh)) for g in module.loads),
     )
+    return spread_experts(module, target)
 
 
 def _local(graph: Graph, mesh: Mesh) -> Graph:
@@ -104,15 +105,15 @@ def _local_type(type_: Type, mesh: Mesh) -> Type:
 
 
 def _local_op(op: Op, mesh: Mesh) -> list[Op]:
-    lookup = _lookup(op, mesh)
     operands = tuple(Value(v.name, _local_type(v.type, mesh)) for v in op.operands)
     results = tuple(Value(v.name, _local_type(v.type, mesh)) for v in op.results)
     local = replace(op, operands=operands, results=results, attrs=_local_attrs(op, results, mesh))
+    lookup = _lookup(op, local, mesh)
     if lookup is None:
         return [local]
-    index = _LOOKUPS[op.name][0]
-    operands = tuple(lookup.result if i == index else v for i, v in enumerate(operands))
-    return [lookup, replace(local, operands=operands)]
+    index, op_before = lookup
+    operands = tuple(op_before.result if i == index else v for i, v in enumerate(operands))
+    return [op_before, replace(local, operands=operands)]
 
 
 def _local_attrs(op: Op, results: tuple[Value, ...], mesh: Mesh) -> tuple[tuple[str, Attr], ...]:
@@ -121,6 +122,9 @@ def _local_attrs(op: Op, results: tuple[Value, ...], mesh: Mesh) -> tuple[tuple[
         attrs["ranks"] = dict(mesh.axes)[str(attrs["axis"])]
     elif op.name not in ("call", "fused") and op_def(op.name).has(VIEW) and "shape" in attrs:
         attrs["shape"] = tuple(_size(d) for d in results[0].tensor.shape)
+    elif op.name == "experts":
+        # Costs must know that only a part of the choices falls on the experts held here.
+        attrs["total"] = attrs.get("total", 0) or op.operands[3].tensor.shape[0].static
     return attrs_of(attrs)
 
 
@@ -128,20 +132,38 @@ def _size(size: Dim) -> Attr:
     return size.static if size.is_static else size
 
 
-def _lookup(op: Op, mesh: Mesh) -> Op | None:
-    """`local_index` of the row numbers of a table that is sharded by rows, None for a whole one."""
-    if op.name not in _LOOKUPS:
+def _lookup(op: Op, local: Op, mesh: Mesh) -> tuple[int, Op] | None:
+    """(operand, `local_index` of it) where an op looks up rows of a table sharded by rows."""
+    if op.is_call or op.name == "fused":
         return None
-    index, table = _LOOKUPS[op.name]
-    sharding = op.operands[table].tensor.sharding
-    axis = next((a for a, place in sharding.axes if place == 0), None)
-    if axis is None:
-        return None
-    ranks = dict(mesh.axes)[axis]
-    ids = op.operands[index]
-    plain = Value(ids.name, _local_type(ids.type, mesh))
-    count = op.operands[table].tensor.shape[0].static // ranks
-    attrs = attrs_of({"axis": axis, "ranks": ranks, "count": count})
-    result = Value(f"{ids.name}.{op.results[0].name[1:]}.local", plain.type)
-    return Op("local_index", (plain,), (result,), attrs, source=op.source)
+    types = [v.type for v in op.operands]
+    record = op_def(op.name)
+    text = record.shard_rule(types, record.complete(op.attr))
+    rule = parse_rule(text) if text and "=>" not in text else None
+    for index, name in rule.index if rule is not None else ():
+        found = _sharded_rows(op, rule, name)
+        if found is not None:
+            axis, table, place = found
+            count = local.operands[table].tensor.shape[place].static
+            attrs: dict[str, Attr] = {"axis": axis, "count": count}
+            attrs["ranks"] = dict(mesh.axes)[axis]
+            return index, _local_index(local, index, attrs)
+    return None
 
+
+def _local_index(op: Op, index: int, attrs: dict[str, Attr]) -> Op:
+    ids = op.operands[index]
+    result = Value(f"{op.results[0].name}.index", ids.type)
+    return Op("local_index", (ids,), (result,), attrs_of(attrs), source=op.source)
+
+
+def _sharded_rows(op: Op, rule: Rule | None, name: str) -> tuple[str, int, int] | None:
+    """(axis, operand, dim) where the dim of that name is sharded."""
+    for number, value in enumerate(op.operands):
+        if rule is None or value.is_state:
+            continue
+        labels = [d.name for d in rule.operand(number).labels(value.tensor.rank)]
+        for axis, place in value.tensor.sharding.axes:
+            if isinstance(place, int) and labels[place] == name:
+                return axis, number, place
+    return None

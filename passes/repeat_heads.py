@@ -99,9 +99,7 @@ def _repeated(module: Module, plan: _Plan) -> Module:
     editor = LoadEditor(module, plan.graph.name)
     for weight in plan.weights:
         made = editor.made(weight)
-        editor.update(
-            weight, editor.emit("repeat_rows", made, groups=plan.heads, times=plan.times)
-        )
+        editor.update(weight, editor.emit("repeat_rows", made, groups=plan.heads, times=plan.times))
     return editor.finish(lambda graph: _retyped(graph, plan))
 
 

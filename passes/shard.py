@@ -75,18 +75,14 @@ def shard(module: Module, target: Target) -> Module:
     if ranks == 1:
         return module
     module = repeat_heads(module, ranks, target)
-    prices = _prices(target, mesh)
-    allowed = _experts_scheme(target)
+    allowed = _ExpertsScheme(AXIS in target.strategy.experts)
     for name in [g.name for g in module.graphs]:
-        found = Search(module.graph(name), mesh, AXIS, prices, allowed).run()
-        _report(module.graph(name), found, ranks, target)
+        graph = module.graph(name)
+        found = Search(graph, mesh, AXIS, _prices(graph, target, mesh), allowed).run()
+        _report(graph, found, ranks, target)
         module = _with_shardings(module, found)
     _check_sharded(module, target)
     return module
-
-
-def _experts_scheme(target: Target) -> "_ExpertsScheme":
-    return _ExpertsScheme(AXIS in target.strategy.experts)
 
 
 class _ExpertsScheme:
@@ -102,7 +98,11 @@ class _ExpertsScheme:
 # --- prices ------------------------------------------------------------------------------------
 
 
-def _prices(target: Target, mesh: Mesh) -> Prices:
+# Weights below this part of a graph's own are not worth a collective: routers, norms.
+_COUNTS = 0.002
+
+
+def _prices(graph: Graph, target: Target, mesh: Mesh) -> Prices:
     """Times of a step of each phase together: both run on the same weights."""
     device, costs = target.device, target.costs
     group = axis_groups(mesh, AXIS)[0]
@@ -112,8 +112,9 @@ def _prices(target: Target, mesh: Mesh) -> Prices:
     def op_seconds(op: Op) -> float:
         key = (op.name, op.attrs, tuple(v.type for v in op.operands))
         if key not in seconds:
-            free = op.name in ("call", "fused") or op_def(op.name).has(VIEW)
-            seconds[key] = 0.0 if free else sum(costs.roofline(op, device, e).seconds for e in sizes)
+            is_free = op.name in ("call", "fused") or op_def(op.name).has(VIEW)
+            at = () if is_free else sizes
+            seconds[key] = sum(costs.roofline(op, device, env).seconds for env in at)
         return seconds[key]
 
     def collective(name: str, type_: TensorType) -> float:
@@ -126,9 +127,12 @@ def _prices(target: Target, mesh: Mesh) -> Prices:
     strategy = target.strategy
     held = strategy.max_context * strategy.max_sequences
 
+    least = _COUNTS * sum(w.tensor.bytes_at({}) for w in graph.weights)
+
     def room(type_: Type) -> float:
         if isinstance(type_, TensorType):
-            return type_.bytes_at({})
+            size = type_.bytes_at({})
+            return size if size >= least else 0.0
         return type_.entry_bytes() * (held if type_.growth == "token" else strategy.max_sequences)
 
     return Prices(op_seconds, collective, room)
@@ -163,7 +167,8 @@ def _with_shardings(module: Module, found: Sharded) -> Module:
         form = found.placed.get(weight.name)
         if form is not None:
             editor.update(
-                weight.name, editor.emit("take_shard", editor.made(weight.name), axis=AXIS, dim=form)
+                weight.name,
+                editor.emit("take_shard", editor.made(weight.name), axis=AXIS, dim=form),
             )
     graph = found.graph
 

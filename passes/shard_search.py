@@ -52,6 +52,14 @@ class Sharded:
 
 
 @dataclass(frozen=True)
+class _Log:
+    """Ops so far, last first: states of the beam share their beginnings."""
+
+    before: "_Log | None"
+    op: Op
+
+
+@dataclass(frozen=True)
 class _State:
     """A partial program: forms at hand of every live value, weights placed so far."""
 
@@ -59,7 +67,7 @@ class _State:
     seconds: float
     forms: Mapping[str, Mapping[Form, Value]]
     placed: Mapping[str, Form]
-    log: "tuple[object, Op] | None" = None
+    log: "_Log | None" = None
 
     @property
     def cost(self) -> tuple[float, float]:
@@ -69,9 +77,8 @@ class _State:
         found: list[Op] = []
         log = self.log
         while log is not None:
-            rest, op = log
-            found.append(op)
-            log = rest  # type: ignore[assignment]
+            found.append(log.op)
+            log = log.before
         return found[::-1]
 
 
@@ -102,7 +109,7 @@ class Search:
 
     def run(self) -> Sharded:
         """The cheapest program found."""
-        start = {v.name: {None: v} for v in self.graph.inputs}
+        start: dict[str, dict[Form, Value]] = {v.name: {None: v} for v in self.graph.inputs}
         beam = [_State(0.0, 0.0, start, {})]
         for number, op in enumerate(self.graph.ops):
             beam = self._pruned([s for state in beam for s in self._step(state, op)], number)
@@ -128,7 +135,7 @@ class Search:
             forms_at_hand = dict(after.forms)
             for value in typed.results:
                 forms_at_hand[value.name] = {form_of(value.type, self.axis): value}
-            log = (after.log, typed)
+            log = _Log(after.log, typed)
             yield _State(after.room, seconds, forms_at_hand, after.placed, log)
 
     def _call(self, state: _State, op: Op) -> _State:
@@ -138,8 +145,9 @@ class Search:
             value, state = self._in_form(state, value, None)
             operands.append(value)
         called = replace(op, operands=tuple(operands))
-        forms = {**state.forms, **{v.name: {None: v} for v in op.results}}
-        return replace(state, forms=forms, log=(state.log, called))
+        made: dict[str, dict[Form, Value]] = {v.name: {None: v} for v in op.results}
+        forms = {**state.forms, **made}
+        return replace(state, forms=forms, log=_Log(state.log, called))
 
     def _typed(self, op: Op, operands: Sequence[Value], results: Sequence[Type]) -> Op:
         made = []
@@ -194,7 +202,7 @@ class Search:
         priced = [(self.prices.collective(o.name, _plain(o.result.tensor)), o) for o in ways]
         price, op = min(priced, key=lambda pair: pair[0])
         forms = {**state.forms, value.name: {**at_hand, form: op.result}}
-        log = (state.log, op)
+        log = _Log(state.log, op)
         return op.result, replace(state, seconds=state.seconds + price, forms=forms, log=log)
 
     def _conversion(self, value: Value, have: Form, form: Form) -> Op:
@@ -345,8 +353,10 @@ def _form_by(rule: Rule, index: int, type_: Type, name: str) -> Form:
 
 def _is_symbolic(type_: Type, form: Form) -> bool:
     """Whether a form would shard tokens: their number need not divide by the ranks."""
-    return isinstance(type_, TensorType) and isinstance(form, int) and (
-        not type_.shape[form].is_static
+    return (
+        isinstance(type_, TensorType)
+        and isinstance(form, int)
+        and (not type_.shape[form].is_static)
     )
 
 

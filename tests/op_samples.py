@@ -286,6 +286,7 @@ SAMPLES: tuple[Sample, ...] = (
     sample("all_gather", "f32[T,8]", axis="tp", dim=1),
     sample("all_to_all", "f32[T,8]", axis="tp", source=0, target=1),
     sample("take_shard", "f32[T,8]", axis="tp", dim=1),
+    sample("local_index", "i32[T,3]", axis="tp", ranks=1, count=7),
     # load graphs
     sample("quantize", "f32[8,64]", format="i8/32:f16"),
     sample("quantize", "f32[8,64]", format="f8e4m3/row:f32"),
@@ -297,6 +298,8 @@ SAMPLES: tuple[Sample, ...] = (
     sample("concat_rows", "f32[8,4]", "f32[2,4]"),
     sample("concat_rows", "i8/32:f16[8,64]", "i8/32:f16[4,64]"),
     sample("concat_rows", "i8/4x4:f32[8,8]", "i8/4x4:f32[4,8]"),
+    sample("repeat_rows", "f32[6,4]", groups=3, times=2),
+    sample("repeat_rows", "u4/32:f16+f16[8,64]", groups=2, times=3),
     sample("unpermute_rope", "f32[16,4]", heads=2),
     sample("unpermute_rope", "u4/32:f16+f16[16,32]", heads=4),
     sample("take_rows", "f32[4,2,3]", "i32[6] < 4"),

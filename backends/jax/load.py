@@ -153,6 +153,20 @@ def _concat_rows(*xs: Any) -> Any:
     )
 
 
+def _repeat_rows(x: Any, *, groups: int, times: int) -> Any:
+    def repeated(a: Any) -> Any:
+        size = a.shape[0] // groups
+        rows = np.concatenate(
+            [np.tile(np.arange(g * size, g * size + size), times) for g in range(groups)]
+        )
+        return a[rows]
+
+    if not isinstance(x, BlockArray):
+        return repeated(x)
+    offsets = None if x.offsets is None else repeated(x.offsets)
+    return BlockArray(x.format, repeated(x.codes), repeated(x.scales), offsets)
+
+
 def _pack(x: Any, *, layout: str) -> Any:
     """The order of bytes changes, no value does."""
     return x
@@ -165,5 +179,6 @@ LOAD: dict[str, Reference] = {
     "concat_rows": _concat_rows,
     "unpermute_rope": _unpermute_rope,
     "take_rows": _take_rows,
+    "repeat_rows": _repeat_rows,
     "pack": _pack,
 }

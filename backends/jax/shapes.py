@@ -64,6 +64,12 @@ def _same(x: Any, **attrs: Any) -> Any:
     return x
 
 
+def _local_index(ids: Any, *, axis: str, ranks: int, count: int) -> Any:
+    """The only rank of an axis of one holds rows 0 to count - 1."""
+    inside = jnp.logical_and(ids >= 0, ids < count)
+    return ids * inside - jnp.logical_not(inside)
+
+
 SHAPES: dict[str, Reference] = {
     "reshape": _reshape,
     "transpose": _transpose,
@@ -81,4 +87,5 @@ SHAPES: dict[str, Reference] = {
     "all_gather": _same,
     "all_to_all": _same,
     "take_shard": _same,
+    "local_index": _local_index,
 }

@@ -156,8 +156,10 @@ def local_index(ids: Array, *, axis: str, ranks: int, count: int) -> Array:
     """Number rows within a rank's own ``count`` rows of a sharded table, -1 for all others.
 
     Ops that look rows up pass over -1: a zero row of `embedding`, nothing added by `experts`.
+    Shapes: ids [...] -> the same.
     """
-    return ids
+    # The only rank of an axis of one.
+    return np.where((ids >= 0) & (ids < count), ids, -1)
 
 
 def own_part(x: Array | BlockArray, dim: int, parts: int, part: int) -> Array | BlockArray:
@@ -238,7 +240,8 @@ def own(name: str, x: Array | BlockArray, attrs: Attrs, number: int) -> Array | 
         raise TypeMismatch(f"{name} needs its peers")
     count = int(cast(int, attrs["count"]))
     local = x - number * count
-    return np.where((x >= 0) & (local >= 0) & (local < count), local, -1).astype(x.dtype)
+    kept: Array = np.where((x >= 0) & (local >= 0) & (local < count), local, -1).astype(x.dtype)
+    return kept
 
 
 # Ops in which ranks meet; the others need only their own number.

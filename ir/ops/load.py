@@ -163,7 +163,9 @@ def _infer_repeat(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x = tensor_of(types[0])
     groups, times = (int(cast(int, attrs[k])) for k in ("groups", "times"))
     if groups < 1 or times < 1 or x.shape[0].static % groups:
-        raise TypeMismatch(f"{x.shape[0]} rows are not {groups} groups to be repeated {times} times")
+        raise TypeMismatch(
+            f"{x.shape[0]} rows are not {groups} groups to be repeated {times} times"
+        )
     extent = _rows_of_block(x)
     if extent == 0 or x.shape[0].static // groups % extent:
         raise TypeMismatch(f"repeat_rows of {x.dtype}: its blocks span groups")

@@ -486,8 +486,9 @@ def test_inner_axes_of_a_dim_are_gathered_first() -> None:
 
 def test_ops_without_a_rule_take_whole_operands() -> None:
     ruleless = [name for name, record in OPS.items() if not record.shard]
-    # Ops that make numbers have no operands to be sharded; all others have a rule.
-    assert sorted(ruleless) == ["constant", "full", "iota"]
+    # Ops that make numbers have no operands to be sharded, and local_index stands in local form
+    # only; all others have a rule.
+    assert sorted(ruleless) == ["constant", "full", "iota", "local_index"]
 
 
 def test_an_op_without_a_rule_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
