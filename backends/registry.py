@@ -26,12 +26,14 @@ class Backends:
 def installed() -> Backends:
     """Register our own backends, then those of installed packages, once per process."""
     from metainfer.backends.cpu.records import register as register_cpu
+    from metainfer.backends.ranks.records import register as register_ranks
     from metainfer.backends.torch.records import register as register_torch
     from metainfer.backends.triton.records import register as register_triton
 
     backends = Backends(Registry(), LayoutRegistry())
     register_cpu(backends.kernels, backends.layouts)
     register_torch(backends.kernels, backends.layouts)
+    register_ranks(backends.kernels, backends.layouts)
     register_triton(backends.kernels, backends.layouts)
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         entry.load()(backends.kernels, backends.layouts)

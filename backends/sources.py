@@ -6,7 +6,7 @@ from pathlib import Path
 from metainfer.ir.errors import PlanError
 
 # What decides a backend's numbers: its compiled sources, or the library it calls.
-_FOLDERS = {"cpu": "cpu", "torch": "torch", "cuda": "torch", "triton": "triton"}
+_FOLDERS = {"cpu": "cpu", "torch": "torch", "cuda": "torch", "triton": "triton", "ranks": "ranks"}
 
 
 def fingerprint(backend: str) -> str:

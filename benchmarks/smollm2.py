@@ -167,8 +167,8 @@ def main() -> None:
 def work(plan: metainfer.Plan, phase: str, sizes: dict[str, int], context: int) -> dict[str, Any]:
     """Bytes and operations of a step of the plan over so many tokens of context."""
     pages = -(-context // plan.meta["capacity"]["page_size"])
-    device = Machine.from_dict(dict(plan.meta["machine"])).device(0)
-    return predict_step(plan.module(phase), device, installed(), {**sizes, "P": pages})
+    machine = Machine.from_dict(dict(plan.meta["machine"]))
+    return predict_step(plan.module(phase), machine, installed(), {**sizes, "P": pages})
 
 
 def report(plan: metainfer.Plan, times: dict[str, list[float]], args: argparse.Namespace) -> None:

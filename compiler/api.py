@@ -3,8 +3,9 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from metainfer.compiler.capture import Captured, built, capture_language_model, 
 from metainfer.compiler.check import pass_checker
 from metainfer.compiler.cost import CostModel
 from metainfer.compiler.explain import NO_WEIGHTS
+from metainfer.compiler.layouts import choose_layout
 from metainfer.compiler.overrides import check_applied, check_overrides
 from metainfer.compiler.predict import predict
 from metainfer.compiler.sources import known_name, resolve_model
@@ -36,11 +38,12 @@ from metainfer.ir.graph import Module
 from metainfer.ir.options import Options
 from metainfer.ir.plan import SCHEMA, Plan
 from metainfer.ir.printer import print_module
-from metainfer.ir.strategy import Strategy
+from metainfer.ir.strategy import Layout, Strategy
 from metainfer.ir.types import Symbol
 from metainfer.models.spec import ModelSpec
 from metainfer.passes.layout import DEFAULT_PAGE
-from metainfer.passes.pipeline import Timing, run_passes
+from metainfer.passes.pipeline import PIPELINE, Timing, run_passes
+from metainfer.passes.stages import split_stages
 from metainfer.passes.target import Decision, Report, Target
 from metainfer.runtime.checkpoint import (
     Checkpoint,
@@ -197,26 +200,92 @@ def _compile(given: _Input, instance: nn.Module | None, begun: float) -> Plan:
     start = time.perf_counter()
     module = _attach(given, captured, strategies)
     timings["attach"] = time.perf_counter() - start
+    start = time.perf_counter()
+    layout = _layout(given, module, strategies)
+    timings["layout"] = time.perf_counter() - start
+    stages, page_size = [], given.options.page_size
+    for number, part in enumerate(split_stages(module, layout.pp)):
+        stage = _compile_stage(given, part, strategies, layout, number, page_size, timings)
+        stages.append(stage)
+        page_size = stage.page_size
+    for stage in stages:
+        check_applied(given.options, stage.modules)
+    given.progress("memory")
+    stages = _with_capacity(given, stages)
+    timings["total"] = time.perf_counter() - begun
+    return _plan(given, captured, layout, stages, timings)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One pipeline stage, compiled."""
+
+    strategies: Mapping[str, Strategy]
+    modules: Mapping[str, Module]
+    decisions: Mapping[str, Sequence[Decision]]
+    page_size: int
+    capacity: Capacity | None = None
+
+
+def _layout(given: _Input, module: Module, strategies: Mapping[str, Strategy]) -> Layout:
+    """How many ranks share the model, and how."""
+    strategy = list(strategies.values())[-1]
+    bounded = _bounded(module, strategy)
+
+    def draft(whole: Module, target: Target) -> Module:
+        before = takewhile(lambda p: p.name != "shard", PIPELINE)
+        return run_passes(whole, target, tuple(before))[0]
+
+    return choose_layout(
+        bounded, strategy, given.options, given.machine, CostModel(given.backends.layouts),
+        given.backends.kernels, given.report, draft,
+    )  # fmt: skip
+
+
+def _compile_stage(
+    given: _Input, module: Module, strategies: Mapping[str, Strategy], layout: Layout, number: int,
+    page_size: int, timings: dict[str, float],
+) -> _Stage:  # fmt: skip
+    """All phases of one stage; the first one chooses the page size of the others."""
+    placed = {
+        phase: replace(
+            strategy, mesh=layout.mesh, experts=layout.experts,
+            first_rank=number * layout.stage_ranks,
+        )
+        for phase, strategy in strategies.items()
+    }  # fmt: skip
     modules: dict[str, Module] = {}
-    decisions: dict[str, list[Decision]] = {}
-    page_size = given.options.page_size
-    for phase, strategy in strategies.items():
-        given.progress(f"passes for {phase}")
+    decisions: dict[str, Sequence[Decision]] = {}
+    of_stage = f" of stage {number}" if layout.pp > 1 else ""
+    for phase, strategy in placed.items():
+        given.progress(f"passes for {phase}{of_stage}")
         start = time.perf_counter()
-        fixed = replace(strategy, page_size=page_size)
-        compiled, steps, report = _run_phase(given, module, fixed)
+        compiled, steps, report = _run_phase(given, module, replace(strategy, page_size=page_size))
         modules[phase], decisions[phase] = compiled, report.decisions
         page_size = page_size or _page_size(compiled)
-        timings[f"passes {phase}"] = time.perf_counter() - start
-        timings.update({f"{phase} {t.name}": t.seconds + t.verify_seconds for t in steps})
-    check_applied(given.options, modules)
-    given.progress("memory")
-    capacity = plan_capacity(
-        modules, given.device, given.backends, given.options, max_context=_max_context(given)
-    )
-    modules = {p: _with_pages(m, capacity) for p, m in modules.items()}
-    timings["total"] = time.perf_counter() - begun
-    return _plan(given, captured, strategies, modules, decisions, capacity, timings)
+        key = f"{phase}{of_stage}"
+        timings[f"passes {key}"] = time.perf_counter() - start
+        timings.update({f"{key} {t.name}": t.seconds + t.verify_seconds for t in steps})
+    return _Stage(placed, modules, decisions, page_size)
+
+
+def _with_capacity(given: _Input, stages: Sequence[_Stage]) -> list[_Stage]:
+    """Account for every stage; all hold as many pages as the tightest one."""
+    context = _max_context(given)
+
+    def planned(stage: _Stage, most: int = 0) -> Capacity:
+        return plan_capacity(
+            stage.modules, given.device, given.backends, given.options, max_context=context,
+            most_pages=most,
+        )  # fmt: skip
+
+    least = min(planned(stage).num_pages for stage in stages)
+    made = []
+    for stage in stages:
+        capacity = planned(stage, least)
+        modules = {p: _with_pages(m, capacity) for p, m in stage.modules.items()}
+        made.append(replace(stage, modules=modules, capacity=capacity))
+    return made
 
 
 # --- strategy ----------------------------------------------------------------------------------
@@ -354,7 +423,9 @@ def _run_phase(
         strategy,
         given.options,
         given.backends.kernels,
-        CostModel(given.backends.layouts),
+        CostModel(
+            given.backends.layouts, given.machine, strategy.mesh, strategy.first_rank
+        ),
         report,
     )
     bounded = _bounded(module, strategy)
@@ -390,34 +461,53 @@ def _with_pages(module: Module, capacity: Capacity) -> Module:
 
 
 def _plan(
-    given: _Input, captured: Captured, strategies: Mapping[str, Strategy],
-    modules: Mapping[str, Module], decisions: Mapping[str, Sequence[Decision]],
-    capacity: Capacity, timings: Mapping[str, float],
+    given: _Input, captured: Captured, layout: Layout, stages: Sequence[_Stage],
+    timings: Mapping[str, float],
 ) -> Plan:  # fmt: skip
-    files = {phase: f"stage0.{phase}.mir" for phase in modules}
-    phases = {
-        phase: {
-            "file": files[phase],
-            "strategy": _plain(strategies[phase].to_dict()),
-            "decisions": [_plain(asdict(d)) for d in decisions[phase]],
-            "predicted": predict(module, given.device, given.backends, strategies[phase]),
-        }
-        for phase, module in modules.items()
-    }
+    texts: dict[str, str] = {}
+    entries = []
+    for number, stage in enumerate(stages):
+        files = {phase: f"stage{number}.{phase}.mir" for phase in stage.modules}
+        texts.update({files[p]: print_module(m) for p, m in stage.modules.items()})
+        entries.append(_stage_meta(given, stage, files))
+    first, capacities = entries[0], [_capacity_meta(stage) for stage in stages]
+    phases = {p: {**e, "later": [s[p] for s in entries[1:]]} for p, e in first.items()}
     meta = {
         "schema": SCHEMA,
         "version": metainfer.__version__,
         "model": _model_meta(given, captured),
         "machine": given.machine.to_dict(),
         "options": _plain(given.options.to_dict()),
+        "ranks": {**asdict(layout), "count": layout.num_ranks},
         "phases": phases,
-        "capacity": _plain(capacity.to_dict()),
-        "kernel_sources": kernel_fingerprints(modules, given.backends),
+        "capacity": {**capacities[0], "later": capacities[1:]},
+        "kernel_sources": kernel_fingerprints(
+            [m for stage in stages for m in stage.modules.values()], given.backends
+        ),
         "timings": dict(timings),
     }
-    texts = {files[p]: print_module(m) for p, m in modules.items()}
     constants = {n: t.detach().cpu().numpy() for n, t in captured.constants.items()}
     return Plan(json.loads(json.dumps(meta)), texts, constants)
+
+
+def _stage_meta(given: _Input, stage: _Stage, files: Mapping[str, str]) -> dict[str, Any]:
+    """Phase -> file, strategy, decisions and predicted steps of one stage."""
+    machine, backends = given.machine, given.backends
+    return {
+        phase: {
+            "file": files[phase],
+            "strategy": _plain(stage.strategies[phase].to_dict()),
+            "decisions": [_plain(asdict(d)) for d in stage.decisions[phase]],
+            "predicted": predict(module, machine, backends, stage.strategies[phase]),
+        }
+        for phase, module in stage.modules.items()
+    }
+
+
+def _capacity_meta(stage: _Stage) -> dict[str, Any]:
+    assert stage.capacity is not None
+    found: dict[str, Any] = _plain(stage.capacity.to_dict())
+    return found
 
 
 def _model_meta(given: _Input, captured: Captured) -> dict[str, Any]:
@@ -450,13 +540,13 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)
 
 
-def kernel_fingerprints(modules: Mapping[str, Module], backends: Backends) -> dict[str, str]:
+def kernel_fingerprints(modules: Iterable[Module], backends: Backends) -> dict[str, str]:
     """Hash of the sources of each backend whose kernels the modules name."""
     from metainfer.backends.sources import fingerprint
 
     used = {
         backends.kernels.get(c.kernel).backend
-        for module in modules.values()
+        for module in modules
         for graph in module.graphs
         for op in graph.ops
         for c in op.choices

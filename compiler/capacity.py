@@ -3,6 +3,7 @@
 The sum of all terms stays within the device; what weights and buffers leave becomes pages.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -71,7 +72,7 @@ class Capacity:
 
 def plan_capacity(
     modules: Mapping[str, Module], device: Device, backends: Backends, options: Options,
-    *, max_context: int,
+    *, max_context: int, most_pages: int = 0,
 ) -> Capacity:  # fmt: skip
     """Account for every term and give the rest to pages.
 
@@ -81,6 +82,7 @@ def plan_capacity(
         backends: for layouts and scratch space.
         options: fractions and limits.
         max_context: longest sequence that the model allows, in tokens.
+        most_pages: pages that other stages can hold; 0 if that is no limit.
 
     Raises: CapacityError naming the bytes missing and the devices over which it would fit.
     """
@@ -101,7 +103,7 @@ def plan_capacity(
         return Capacity(
             tuple(terms), device.memory_bytes, budget, 0, 0, 0, 0, 0, options.max_tokens, 0
         )
-    affordable = (budget - fixed) // page_bytes
+    affordable = min((budget - fixed) // page_bytes, most_pages or sys.maxsize)
     wanted = -(-max_context // page_size)
     per_sequence = min(wanted, affordable - 1)
     num_pages = min(affordable, per_sequence * options.max_sequences + 1)

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field, replace
 
 from metainfer.backends.kernel import Cost, Kernel
 from metainfer.backends.layout import LayoutRegistry
-from metainfer.hardware.collective_cost import cheapest
+from metainfer.hardware.collective_cost import Price, cheapest, price_of
 from metainfer.hardware.device import Device
 from metainfer.hardware.machine import Machine
 from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import HardwareError
 from metainfer.ir.graph import Graph, Op, Value
+from metainfer.ir.ops.collective import MEETING
 from metainfer.ir.ops.record import op_def, op_sizes
-from metainfer.ir.types import StateType, TensorType
+from metainfer.ir.simulate import axis_groups
+from metainfer.ir.types import Mesh, StateType, TensorType
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,15 @@ class CostModel:
 
     Attributes:
         layouts: to know how wide a packed weight is; a layout may widen what it holds.
+        machine: where collectives run; None where there are none.
+        mesh: axes over the ranks of one stage.
+        first_rank: where they begin among the machine's ranks.
     """
 
     layouts: LayoutRegistry
+    machine: Machine | None = None
+    mesh: Mesh = field(default_factory=Mesh)
+    first_rank: int = 0
 
     def kernel(
         self, kernel: Kernel, op: Op, device: Device, env: Mapping[str, int], waste: float = 0.0
@@ -41,6 +49,8 @@ class CostModel:
             env: values of the size symbols.
             waste: extra work of repairs, as a fraction.
         """
+        if op.name in MEETING:
+            return self._meeting(kernel, op, env)
         flops, compulsory = work_of(op, env)
         compulsory += self._widening(kernel, op)
         moved = compulsory * (1.0 + kernel.extra_bytes + waste)
@@ -53,6 +63,26 @@ class CostModel:
         if launch > max(memory, compute):
             bound = "latency"
         return Cost(max(memory, compute) + launch, flops, int(moved), bound, basis)
+
+    def _meeting(self, kernel: Kernel, op: Op, env: Mapping[str, int]) -> Cost:
+        """Cost of a collective by the algorithm that the kernel runs."""
+        payload = payload_bytes(op, env)
+        price = self._price(op, payload, kernel.name.removeprefix(f"{kernel.backend}.{op.name}_"))
+        return Cost(price.seconds, 0, payload, "fabric", price.basis)
+
+    def _price(self, op: Op, payload: int, algorithm: str) -> Price:
+        if self.machine is None:
+            raise HardwareError(f"{op.name} cannot be priced without a machine")
+        groups = self._groups(op)
+        return max(
+            (price_of(op.name, algorithm, self.machine, group, payload) for group in groups),
+            key=lambda p: p.seconds,
+        )
+
+    def _groups(self, op: Op) -> list[tuple[int, ...]]:
+        """The machine's ranks that meet in a collective, group by group."""
+        groups = axis_groups(self.mesh, str(op.attr["axis"]))
+        return [tuple(self.first_rank + r for r in group) for group in groups]
 
     def _widening(self, kernel: Kernel, op: Op) -> int:
         """Bytes that the kernel's packings read beyond the weights' own formats."""
@@ -82,6 +112,11 @@ class CostModel:
             env: values of the size symbols.
             arithmetic: name of the rate that the kernel computes at; "" is that of the op's type.
         """
+        if op.name in MEETING and self.machine is not None:
+            payload = payload_bytes(op, env)
+            machine, groups = self.machine, self._groups(op)
+            least = max(cheapest(op.name, machine, g, payload).seconds for g in groups)
+            return Cost(least, 0, payload, "fabric")
         flops, moved = work_of(op, env)
         rate = _device_rate(device, arithmetic or _arithmetic(op))
         memory, compute = moved / device.memory_bandwidth.sustained, flops / rate
@@ -123,6 +158,12 @@ def _arithmetic(op: Op) -> str:
             dtype = value.type.dtype
             return "f32" if isinstance(dtype, Block) else dtype.name
     return "f32"
+
+
+def payload_bytes(op: Op, env: Mapping[str, int]) -> int:
+    """Bytes of a collective in local form, as `hardware.machine.Collective` counts them."""
+    value = op.result if op.name in ("all_reduce", "all_gather") else op.operands[0]
+    return value.tensor.bytes_at(env)
 
 
 def work_of(op: Op, env: Mapping[str, int]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 from metainfer.backends.kernel import Cost, Query
 from metainfer.backends.registry import Backends
 from metainfer.compiler.cost import CostModel
-from metainfer.hardware.device import Device
+from metainfer.hardware.machine import Machine
 from metainfer.ir.flatten import FlatOp, flatten
 from metainfer.ir.graph import Choice, Module, Op
 from metainfer.ir.strategy import Strategy
@@ -33,7 +33,7 @@ def phase_sizes(module: Module, strategy: Strategy, tokens: int) -> dict[str, in
 
 
 def predict(
-    module: Module, device: Device, backends: Backends, strategy: Strategy
+    module: Module, machine: Machine, backends: Backends, strategy: Strategy
 ) -> list[dict[str, Any]]:
     """Predicted step times at the smallest and largest step of the phase.
 
@@ -43,7 +43,7 @@ def predict(
     rows = []
     for tokens in sorted({1, high}):
         env = phase_sizes(module, strategy, tokens)
-        rows.append(predict_step(module, device, backends, env))
+        rows.append(predict_step(module, machine, backends, env, strategy.first_rank))
     return rows
 
 
@@ -65,10 +65,12 @@ class GroupCost:
 
 
 def group_costs(
-    module: Module, device: Device, backends: Backends, env: Mapping[str, int]
-) -> list[GroupCost]:
+    module: Module, machine: Machine, backends: Backends, env: Mapping[str, int],
+    first_rank: int = 0,
+) -> list[GroupCost]:  # fmt: skip
     """Predicted cost of every group of a step, in order; views and calls cost nothing."""
-    model = CostModel(backends.layouts)
+    device = machine.device(first_rank)
+    model = CostModel(backends.layouts, machine, module.mesh, first_rank)
     limits = module.limits()
     cache: dict[Any, tuple[Cost, float]] = {}
     found: list[GroupCost] = []
@@ -90,10 +92,11 @@ def group_costs(
 
 
 def predict_step(
-    module: Module, device: Device, backends: Backends, env: Mapping[str, int]
-) -> dict[str, Any]:
+    module: Module, machine: Machine, backends: Backends, env: Mapping[str, int],
+    first_rank: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     """Sums over the groups of a step at concrete sizes. Units: seconds, bytes, operations."""
-    groups = group_costs(module, device, backends, env)
+    groups = group_costs(module, machine, backends, env, first_rank)
     return {
         "sizes": dict(env),
         "seconds": sum(g.cost.seconds for g in groups),

@@ -47,6 +47,24 @@ def cheapest(name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes:
     return min(prices(name, machine, ranks, payload_bytes), key=lambda p: p.seconds)
 
 
+@cache
+def price_of(
+    name: str, algorithm: str, machine: Machine, ranks: tuple[int, ...], payload_bytes: int
+) -> Price:
+    """The price of one algorithm.
+
+    Raises: HardwareError if the ranks cannot run it.
+    """
+    found = [p for p in prices(name, machine, ranks, payload_bytes) if p.algorithm == algorithm]
+    if not found:
+        raise HardwareError(
+            f"{name} by {algorithm} is not for the ranks {list(ranks)} of {machine.name}",
+            advice=f"known: {', '.join(_ROUNDS.get(name, {}))}, library",
+        )
+    return found[0]
+
+
+@cache
 def prices(
     name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes: int
 ) -> tuple[Price, ...]:
@@ -57,17 +75,22 @@ def prices(
     if name not in _ROUNDS:
         raise HardwareError(f"no algorithm is known for {name!r}", advice=f"known: {[*_ROUNDS]}")
     if len(ranks) == 1:
-        return (Price("ring", 0.0, "analytic"),)
+        return tuple(Price(a, 0.0, "analytic") for a in (*_ROUNDS[name], "library", "islands"))
     found = [
         Price(algorithm, _seconds(machine, ranks, rounds, payload_bytes), "analytic")
         for algorithm, rounds in _ROUNDS[name].items()
     ]
-    measured = _measured(name, machine, ranks, payload_bytes)
-    if measured is not None:
-        found.append(measured)
+    found.append(
+        _measured(name, machine, ranks, payload_bytes) or Price("library", *_unmeasured(found))
+    )
     if name == "all_reduce" and len(_islands(machine, ranks)) > 1:
         found.append(Price("islands", _islands_seconds(machine, ranks, payload_bytes), "analytic"))
     return tuple(found)
+
+
+def _unmeasured(found: Sequence[Price]) -> tuple[float, str]:
+    """A library that nobody measured is taken to run its first, bandwidth-bound algorithm."""
+    return found[0].seconds, found[0].basis
 
 
 def _measured(

@@ -30,6 +30,10 @@ class Options:
         max_context: longest sequence in tokens; 0 is the model's own, as far as memory allows.
         page_size: tokens per page; 0 lets the layout pass choose.
         memory_fraction: part of the device's memory that a plan may use.
+        tp: ranks that share every layer; 0 lets the compiler choose, as for the next three.
+        dp: replicas, each with sequences of its own.
+        pp: pipeline stages.
+        ep: ranks over which whole experts are spread: 1, tp, dp or dp * tp.
         strict: whether a generic fallback is an error.
         pins: (group, kernel) choices forced by the user; a group is an op name or fused kind.
         forbids: kernels never to be chosen.
@@ -45,6 +49,10 @@ class Options:
     max_context: int = 0
     page_size: int = 0
     memory_fraction: float = 0.9
+    tp: int = 0
+    dp: int = 0
+    pp: int = 0
+    ep: int = 0
     strict: bool = False
     pins: tuple[tuple[str, str], ...] = ()
     forbids: tuple[str, ...] = ()
@@ -71,7 +79,7 @@ class Options:
                 f"max_sequences = {self.max_sequences} is more than max_tokens = {self.max_tokens}",
                 advice="a decode step holds one token of each sequence: raise max_tokens",
             )
-        for name in ("max_context", "page_size"):
+        for name in ("max_context", "page_size", "tp", "dp", "pp", "ep"):
             if getattr(self, name) < 0:
                 raise OptionError(
                     f"{name} = {getattr(self, name)} is negative",

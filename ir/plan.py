@@ -22,7 +22,7 @@ import numpy as np
 from metainfer.ir.errors import PlanError
 from metainfer.ir.graph import Module
 from metainfer.ir.parser import parse_module
-from metainfer.ir.strategy import PHASES
+from metainfer.ir.strategy import PHASES, Layout
 from metainfer.ir.whole_folder import sweep, write_folder
 
 SCHEMA = 1
@@ -43,6 +43,8 @@ _REQUIRED: dict[str, type] = {
     "model.inputs": list,
     "machine": dict,
     "options": dict,
+    "ranks": dict,
+    **{f"ranks.{name}": int for name in ("pp", "dp", "tp", "ep", "count")},
     "phases": dict,
     "capacity": dict,
     **{f"capacity.{name}": int for name in _COUNTS},
@@ -69,21 +71,44 @@ class Plan:
         """Phases in the order in which a model goes through them."""
         return tuple(p for p in PHASES if p in self.meta["phases"])
 
-    def module(self, phase: str) -> Module:
-        """The compiled module of a phase.
+    @property
+    def layout(self) -> Layout:
+        """How ranks share the model."""
+        return Layout(**{name: int(self.meta["ranks"][name]) for name in ("pp", "dp", "tp", "ep")})
 
-        Raises: PlanError if the plan has no such phase.
+    def entry(self, phase: str, stage: int = 0) -> Mapping[str, Any]:
+        """File, strategy, decisions and predicted steps of a phase of a pipeline stage.
+
+        Raises: PlanError if the plan has no such phase or stage.
         """
         if phase not in self.meta["phases"]:
             raise PlanError(
                 f"the plan has no phase {phase!r}", advice=f"it has: {', '.join(self.phases)}"
             )
-        return self._modules[phase]
+        first = self.meta["phases"][phase]
+        entries = [first, *first.get("later", ())]
+        if not 0 <= stage < len(entries):
+            raise PlanError(f"the plan has {len(entries)} stages, none is number {stage}")
+        return cast(Mapping[str, Any], entries[stage])
+
+    def capacity(self, stage: int = 0) -> Mapping[str, Any]:
+        """Memory of a rank of a stage, term by term."""
+        first = self.meta["capacity"]
+        return cast(Mapping[str, Any], [first, *first.get("later", ())][stage])
+
+    def module(self, phase: str, stage: int = 0) -> Module:
+        """The compiled module of a phase of a pipeline stage.
+
+        Raises: PlanError if the plan has no such phase or stage.
+        """
+        file = str(self.entry(phase, stage)["file"])
+        if file not in self._modules:
+            self._modules[file] = parse_module(self.texts[file], origin=file)
+        return self._modules[file]
 
     @cached_property
     def _modules(self) -> dict[str, Module]:
-        files = {phase: entry["file"] for phase, entry in self.meta["phases"].items()}
-        return {phase: parse_module(self.texts[f], origin=f) for phase, f in files.items()}
+        return {}
 
     @cached_property
     def hash(self) -> str:
@@ -212,8 +237,14 @@ def _check_meta(path: Path, meta: Mapping[str, Any], texts: Mapping[str, str]) -
     for phase, entry in phases.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("file"), str):
             raise _misses(path, f"phases.{phase}.file")
-        if entry["file"] not in texts:
-            raise PlanError(f"the plan at {path} lacks {entry['file']}", advice="compile again")
+        later = entry.get("later", [])
+        if not isinstance(later, list) or not all(isinstance(e, dict) for e in later):
+            raise _misses(path, f"phases.{phase}.later")
+        if len(later) != meta["ranks"]["pp"] - 1:
+            raise _misses(path, "ranks.pp")
+        for file in (entry["file"], *(e.get("file") for e in later)):
+            if file not in texts:
+                raise PlanError(f"the plan at {path} lacks {file}", advice="compile again")
 
 
 def _misses(path: Path, place: str) -> PlanError:

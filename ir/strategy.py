@@ -10,12 +10,64 @@ PHASES = ("prefill", "decode", "call")
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How ranks share a model: pipeline stages of replicas of tensor-parallel groups.
+
+    Attributes:
+        pp: stages; each holds a run of layers.
+        dp: replicas; each has its own sequences.
+        tp: ranks that share every layer of a replica.
+        ep: ranks over which whole experts are spread: 1 (each expert is cut over tp), tp, dp, or
+            dp * tp.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __str__(self) -> str:
+        """Print ``pp=2 tp=4``; axes of one rank are left out."""
+        parts = [f"{n}={v}" for n, v in (*self._sizes, ("ep", self.ep)) if v > 1]
+        return " ".join(parts) or "one rank"
+
+    @property
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        return (("pp", self.pp), ("dp", self.dp), ("tp", self.tp))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in all."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one stage."""
+        return self.dp * self.tp
+
+    @property
+    def mesh(self) -> Mesh:
+        """Axes over the ranks of one stage: dp, then tp, those of one rank left out."""
+        return Mesh(tuple((n, v) for n, v in self._sizes[1:] if v > 1))
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Axes over which whole experts are spread."""
+        if self.ep == 1:
+            return ()
+        if self.ep == self.dp * self.tp:
+            return tuple(n for n, v in self._sizes[1:] if v > 1)
+        return ("tp",) if self.ep == self.tp else ("dp",)
+
+
+@dataclass(frozen=True)
 class Strategy:
     """Decisions for one phase.
 
     Attributes:
         phase: "prefill", "decode", or "call" for a module that is no language model.
         mesh: axes over ranks, of pp, dp and tp, outermost first; empty for one.
+        first_rank: rank of the machine where the stage's ranks begin.
         experts: axes over which whole experts are spread; each one's inner dim is cut over tp
             where tp is not among them.
         activations: element type between ops.
@@ -32,6 +84,7 @@ class Strategy:
     phase: str
     mesh: Mesh = field(default_factory=Mesh)
     experts: tuple[str, ...] = ()
+    first_rank: int = 0
     activations: str = "f32"
     weights: str = "auto"
     exact: bool = False

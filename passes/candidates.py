@@ -10,6 +10,7 @@ from typing import Any
 from metainfer.backends.kernel import Cost, Kernel, Query, Refusal, Repair
 from metainfer.ir.arena import VIEW_OPS, strided_values
 from metainfer.ir.graph import Graph, Op
+from metainfer.ir.ops.collective import MEETING
 from metainfer.passes.target import Target
 
 
@@ -86,9 +87,13 @@ def _ban(kernel: Kernel, op: Op, target: Target) -> str:
         return "--forbid"
     if kernel.error and target.strategy.exact:
         return f"adds a relative error of {kernel.error:.1e}, exact kernels are wanted"
-    for policy in target.machine.stances("kernel", kernel.name, target.strategy.phase):
-        if policy.stance == "forbid":
-            return f"policy of the machine: {policy.reason}"
+    phase, names = target.strategy.phase, [("kernel", kernel.name)]
+    if op.name in MEETING:
+        names.append(("collective", kernel.name.removeprefix(f"{kernel.backend}.{op.name}_")))
+    for subject, name in names:
+        for policy in target.machine.stances(subject, name, phase):
+            if policy.stance == "forbid":
+                return f"policy of the machine: {policy.reason}"
     return ""
 
 

@@ -12,13 +12,16 @@ from metainfer.ir.graph import Module
 from metainfer.ir.printer import print_module
 from metainfer.ir.verify import verify_module
 from metainfer.passes.canonicalize import canonicalize
+from metainfer.passes.collectives import collectives
 from metainfer.passes.fuse import fuse
 from metainfer.passes.layout import layout
+from metainfer.passes.localize import localize
 from metainfer.passes.merge_linears import merge_linears
 from metainfer.passes.quantize import quantize
 from metainfer.passes.raise_ops import raise_ops
 from metainfer.passes.seam import seam
 from metainfer.passes.select import select
+from metainfer.passes.shard import shard
 from metainfer.passes.target import Target
 
 
@@ -34,11 +37,14 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("raise", raise_ops),
     Pass("canonicalize", canonicalize),
     Pass("quantize", quantize),
+    Pass("shard", shard),
+    Pass("localize", localize),
     Pass("merge_linears", merge_linears),
     Pass("seam", seam),
     Pass("fuse", fuse),
     Pass("layout", layout),
     Pass("select", select),
+    Pass("collectives", collectives),
 )
 
 

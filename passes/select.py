@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from metainfer.backends.kernel import Cost, Query
 from metainfer.ir.errors import StrictError, Unsupported
 from metainfer.ir.graph import Choice, Graph, Module, Op, Value
+from metainfer.ir.ops.collective import MEETING
 from metainfer.ir.printer import print_op
 from metainfer.ir.types import TensorType
 from metainfer.passes.candidates import (
@@ -65,12 +66,12 @@ def select(module: Module, target: Target) -> Module:
 def _select_graph(graph: Graph, target: Target, limits: Mapping[str, tuple[int, int]]) -> Graph:
     ops: list[Op] = []
     for op in graph.ops:
-        if not needs_kernel(op):
-            ops.append(op)
+        if not needs_kernel(op) or op.name in MEETING:
+            ops.append(op)  # algorithms of collectives are the next pass's
         elif op.name == "fused":
             ops.extend(_fused_or_split(op, graph, target, limits))
         else:
-            ops.append(_choose(op, graph, target, limits))
+            ops.append(choose_kernels(op, graph, target, limits))
     return replace(graph, ops=tuple(ops))
 
 
@@ -86,7 +87,7 @@ def _fused_or_split(
     split = None if any(p is None for p in parts) else sum(p for p in parts if p is not None)
     pinned = kind_of(op) in dict(target.options.pins)
     if whole is not None and (pinned or split is None or whole <= split):
-        return [_choose(op, graph, target, limits)]
+        return [choose_kernels(op, graph, target, limits)]
     if split is None:
         raise _no_kernel(op, graph, target, limits)
     reason = (
@@ -103,7 +104,7 @@ def _fused_or_split(
         Decision(f"select {graph.name}", kind_of(op), "split into its ops", reason, "repair", data)
     )
     return [
-        _choose(o, inner, target, limits, inner_strided) if needs_kernel(o) else o for o in inlined
+        choose_kernels(o, inner, target, limits, inner_strided) if needs_kernel(o) else o for o in inlined
     ]
 
 
@@ -175,13 +176,24 @@ def _usable(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [c for c in usable if not c.kernel.generic] or usable
 
 
-def _choose(
+def choose_kernels(
     op: Op,
     graph: Graph,
     target: Target,
     limits: Mapping[str, tuple[int, int]],
     strided: frozenset[str] | None = None,
 ) -> Op:
+    """The op with its kernel table, reported.
+
+    Args:
+        op: a group of the graph.
+        graph: where it stands.
+        target: the outside.
+        limits: bounds of the size symbols.
+        strided: values that are views with gaps; the graph's own if None.
+
+    Raises: Unsupported if no kernel takes it.
+    """
     query = query_of(op, target, limits, strided_of(graph) if strided is None else strided)
     found = candidates_of(op, query, target)
     usable = [c for c in _usable(found) if _layouts_fit(c, op)]

@@ -105,7 +105,7 @@ _COUNTS = 0.002
 def _prices(graph: Graph, target: Target, mesh: Mesh) -> Prices:
     """Times of a step of each phase together: both run on the same weights."""
     device, costs = target.device, target.costs
-    group = axis_groups(mesh, AXIS)[0]
+    group = tuple(target.strategy.first_rank + r for r in axis_groups(mesh, AXIS)[0])
     sizes = typical_steps(target)
     seconds: dict[object, float] = {}
 

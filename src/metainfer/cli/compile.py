@@ -57,6 +57,10 @@ def compile_model(
     memory_fraction: Annotated[
         float, typer.Option(help="part of the device's memory to use")
     ] = 0.9,
+    tp: Annotated[int, typer.Option(help="ranks that share every layer, 0 to let it choose")] = 0,
+    dp: Annotated[int, typer.Option(help="replicas, each with its own sequences")] = 0,
+    pp: Annotated[int, typer.Option(help="pipeline stages")] = 0,
+    ep: Annotated[int, typer.Option(help="ranks that whole experts are spread over")] = 0,
     strict: Annotated[
         bool, typer.Option("--strict", help="refuse generic kernels: exit code 3 if one is needed")
     ] = False,
@@ -79,7 +83,7 @@ def compile_model(
     options = Options(
         activations=activations, weights=weights, exact=exact, kv=kv, max_tokens=max_tokens,
         max_sequences=max_sequences, max_context=max_context, page_size=page_size,
-        memory_fraction=memory_fraction, strict=strict, pins=read_pins(pin),
+        memory_fraction=memory_fraction, tp=tp, dp=dp, pp=pp, ep=ep, strict=strict, pins=read_pins(pin),
         forbids=tuple(forbid or ()), skip_passes=tuple(skip_pass or ()),
     )  # fmt: skip
     machine = load_machine(hw)

@@ -147,12 +147,12 @@ def _measurement(model: LoadedModel, phase: str, what: str, runs: Sequence[_Phas
 def _predicted(
     model: LoadedModel, phase: str, steps: Sequence[Mapping[str, int]]
 ) -> tuple[float, float]:
-    module, device = model.plan.module(phase), model.machine.device(0)
+    module, machine = model.plan.module(phase), model.machine
     cache: dict[tuple[int, ...], dict[str, Any]] = {}
     for env in steps:
         key = tuple(env.values())
         if key not in cache:
-            cache[key] = predict_step(module, device, installed(), env)
+            cache[key] = predict_step(module, machine, installed(), env)
     rows = [cache[tuple(env.values())] for env in steps]
     return sum(r["seconds"] for r in rows), sum(r["roofline_seconds"] for r in rows)
 

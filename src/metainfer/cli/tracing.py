@@ -81,7 +81,7 @@ def _events(
     module: Module = model.plan.module(phase)
     costs = {
         group.item.op.results[0].name: group.cost
-        for group in group_costs(module, model.machine.device(0), installed(), env)
+        for group in group_costs(module, model.machine, installed(), env)
     }
     events: list[TraceEvent] = []
     for one in measured:

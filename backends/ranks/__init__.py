@@ -1,0 +1,1 @@
+"""Kernels in which ranks meet: algorithms of collectives over torch.distributed."""
