@@ -1,10 +1,9 @@
 """compile: the one path from a model to a plan."""
 
-import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import metainfer
-from metainfer.backends.registry import Backends, installed
+from metainfer.backends.registry import installed
+from metainfer.compiler.assemble import assemble
 from metainfer.compiler.attach import (
     Header,
     attach_checkpoint,
@@ -25,19 +24,17 @@ from metainfer.compiler.capture import Captured, built, capture_language_model, 
 from metainfer.compiler.check import pass_checker
 from metainfer.compiler.cost import CostModel
 from metainfer.compiler.explain import NO_WEIGHTS
+from metainfer.compiler.job import Job, Progress, Stage
 from metainfer.compiler.layouts import choose_layout
 from metainfer.compiler.overrides import check_applied, check_overrides
-from metainfer.compiler.predict import predict
 from metainfer.compiler.sources import known_name, resolve_model
-from metainfer.hardware.device import Device
 from metainfer.hardware.load import load_machine
 from metainfer.hardware.machine import Machine
 from metainfer.ir.dtypes import DType, parse_dtype
 from metainfer.ir.errors import CheckpointError, MetainferError, Unsupported
 from metainfer.ir.graph import Module
 from metainfer.ir.options import Options
-from metainfer.ir.plan import SCHEMA, Plan
-from metainfer.ir.printer import print_module
+from metainfer.ir.plan import Plan
 from metainfer.ir.strategy import Layout, Strategy
 from metainfer.ir.types import Symbol
 from metainfer.models.spec import ModelSpec
@@ -54,28 +51,7 @@ from metainfer.runtime.checkpoint import (
     open_checkpoint,
 )
 
-Progress = Callable[[str], None]
 _TORCH = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-
-
-@dataclass(frozen=True)
-class _Input:
-    """What a compilation starts from."""
-
-    spec: ModelSpec
-    machine: Machine
-    options: Options
-    backends: Backends
-    checkpoint: Checkpoint | None
-    absent: str  # why there is no checkpoint
-    report: Report
-    progress: Progress
-    argument: str
-    interpreted: bool = False  # whether every pass is checked by interpreting before and after
-
-    @property
-    def device(self) -> Device:
-        return self.machine.device(0)
 
 
 def compile(
@@ -114,7 +90,7 @@ def compile(
     check_overrides(chosen, installed().kernels)
     argument = _argument(model, spec)
     checkpoint, absent = _open(spec)
-    given = _Input(
+    given = Job(
         spec, machine, chosen, installed(), checkpoint, absent, Report(), progress, argument
     )
     if os.environ.get("METAINFER_VERIFY", "1") == "2":
@@ -159,7 +135,7 @@ def _argument(model: Any, spec: ModelSpec) -> str:
     return text
 
 
-def _checked_on_tiny(given: _Input, begun: float) -> _Input:
+def _checked_on_tiny(given: Job, begun: float) -> Job:
     """Compile the tiny form first, interpreting around every pass; a model without one, itself."""
     if given.spec.tiny is None:
         return replace(given, interpreted=True)
@@ -189,7 +165,7 @@ def _open(spec: ModelSpec) -> tuple[Checkpoint | None, str]:
     return open_checkpoint(path), ""
 
 
-def _compile(given: _Input, instance: nn.Module | None, begun: float) -> Plan:
+def _compile(given: Job, instance: nn.Module | None, begun: float) -> Plan:
     spec = given.spec
     timings: dict[str, float] = {"start": time.perf_counter() - begun}
     strategies = _strategies(given)
@@ -213,21 +189,10 @@ def _compile(given: _Input, instance: nn.Module | None, begun: float) -> Plan:
     given.progress("memory")
     stages = _with_capacity(given, stages)
     timings["total"] = time.perf_counter() - begun
-    return _plan(given, captured, layout, stages, timings)
+    return assemble(given, captured, layout, stages, timings)
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """One pipeline stage, compiled."""
-
-    strategies: Mapping[str, Strategy]
-    modules: Mapping[str, Module]
-    decisions: Mapping[str, Sequence[Decision]]
-    page_size: int
-    capacity: Capacity | None = None
-
-
-def _layout(given: _Input, module: Module, strategies: Mapping[str, Strategy]) -> Layout:
+def _layout(given: Job, module: Module, strategies: Mapping[str, Strategy]) -> Layout:
     """How many ranks share the model, and how."""
     strategy = list(strategies.values())[-1]
     bounded = _bounded(module, strategy)
@@ -243,9 +208,9 @@ def _layout(given: _Input, module: Module, strategies: Mapping[str, Strategy]) -
 
 
 def _compile_stage(
-    given: _Input, module: Module, strategies: Mapping[str, Strategy], layout: Layout, number: int,
+    given: Job, module: Module, strategies: Mapping[str, Strategy], layout: Layout, number: int,
     page_size: int, timings: dict[str, float],
-) -> _Stage:  # fmt: skip
+) -> Stage:  # fmt: skip
     """All phases of one stage; the first one chooses the page size of the others."""
     placed = {
         phase: replace(
@@ -266,14 +231,14 @@ def _compile_stage(
         key = f"{phase}{of_stage}"
         timings[f"passes {key}"] = time.perf_counter() - start
         timings.update({f"{key} {t.name}": t.seconds + t.verify_seconds for t in steps})
-    return _Stage(placed, modules, decisions, page_size)
+    return Stage(placed, modules, decisions, page_size)
 
 
-def _with_capacity(given: _Input, stages: Sequence[_Stage]) -> list[_Stage]:
+def _with_capacity(given: Job, stages: Sequence[Stage]) -> list[Stage]:
     """Account for every stage; all hold as many pages as the tightest one."""
     context = _max_context(given)
 
-    def planned(stage: _Stage, most: int = 0) -> Capacity:
+    def planned(stage: Stage, most: int = 0) -> Capacity:
         return plan_capacity(
             stage.modules, given.device, given.backends, given.options, max_context=context,
             most_pages=most,
@@ -291,7 +256,7 @@ def _with_capacity(given: _Input, stages: Sequence[_Stage]) -> list[_Stage]:
 # --- strategy ----------------------------------------------------------------------------------
 
 
-def _strategies(given: _Input) -> dict[str, Strategy]:
+def _strategies(given: Job) -> dict[str, Strategy]:
     options = given.options
     activations = _activations(given)
     kv = activations if options.kv == "auto" else options.kv
@@ -310,7 +275,7 @@ def _strategies(given: _Input) -> dict[str, Strategy]:
     }
 
 
-def _activations(given: _Input) -> str:
+def _activations(given: Job) -> str:
     asked = given.options.activations
     if asked != "auto":
         reason = f"--activations {asked}"
@@ -322,7 +287,7 @@ def _activations(given: _Input) -> str:
     return asked
 
 
-def _max_context(given: _Input) -> int:
+def _max_context(given: Job) -> int:
     own = given.spec.max_positions
     asked = given.options.max_context
     if asked and own and asked > own:
@@ -337,7 +302,7 @@ def _max_context(given: _Input) -> int:
 
 
 def _capture(
-    given: _Input, strategies: Mapping[str, Strategy], instance: nn.Module | None
+    given: Job, strategies: Mapping[str, Strategy], instance: nn.Module | None
 ) -> Captured:
     spec, strategy = given.spec, next(iter(strategies.values()))
     dtype = _TORCH[strategy.activations]
@@ -371,7 +336,7 @@ def _dims_of(spec: ModelSpec, index: int, tensor: torch.Tensor) -> list[str]:
     return [given[i] if i < len(given) else "" for i in range(tensor.ndim)]
 
 
-def _attach(given: _Input, captured: Captured, strategies: Mapping[str, Strategy]) -> Module:
+def _attach(given: Job, captured: Captured, strategies: Mapping[str, Strategy]) -> Module:
     spec = given.spec
     activations = parse_dtype(next(iter(strategies.values())).activations)
     header: Header
@@ -415,7 +380,7 @@ def _dtype_of(tensor: torch.Tensor) -> DType:
 
 
 def _run_phase(
-    given: _Input, module: Module, strategy: Strategy
+    given: Job, module: Module, strategy: Strategy
 ) -> tuple[Module, tuple[Timing, ...], Report]:
     report = Report(list(given.report.decisions))
     target = Target(
@@ -423,9 +388,7 @@ def _run_phase(
         strategy,
         given.options,
         given.backends.kernels,
-        CostModel(
-            given.backends.layouts, given.machine, strategy.mesh, strategy.first_rank
-        ),
+        CostModel(given.backends.layouts, given.machine, strategy.mesh, strategy.first_rank),
         report,
     )
     bounded = _bounded(module, strategy)
@@ -455,100 +418,3 @@ def _with_pages(module: Module, capacity: Capacity) -> Module:
     most = max(-(-capacity.max_context // capacity.page_size), 1)
     symbols = tuple(Symbol("P", 1, most) if s.name == "P" else s for s in module.symbols)
     return replace(module, symbols=symbols)
-
-
-# --- the plan ----------------------------------------------------------------------------------
-
-
-def _plan(
-    given: _Input, captured: Captured, layout: Layout, stages: Sequence[_Stage],
-    timings: Mapping[str, float],
-) -> Plan:  # fmt: skip
-    texts: dict[str, str] = {}
-    entries = []
-    for number, stage in enumerate(stages):
-        files = {phase: f"stage{number}.{phase}.mir" for phase in stage.modules}
-        texts.update({files[p]: print_module(m) for p, m in stage.modules.items()})
-        entries.append(_stage_meta(given, stage, files))
-    first, capacities = entries[0], [_capacity_meta(stage) for stage in stages]
-    phases = {p: {**e, "later": [s[p] for s in entries[1:]]} for p, e in first.items()}
-    meta = {
-        "schema": SCHEMA,
-        "version": metainfer.__version__,
-        "model": _model_meta(given, captured),
-        "machine": given.machine.to_dict(),
-        "options": _plain(given.options.to_dict()),
-        "ranks": {**asdict(layout), "count": layout.num_ranks},
-        "phases": phases,
-        "capacity": {**capacities[0], "later": capacities[1:]},
-        "kernel_sources": kernel_fingerprints(
-            [m for stage in stages for m in stage.modules.values()], given.backends
-        ),
-        "timings": dict(timings),
-    }
-    constants = {n: t.detach().cpu().numpy() for n, t in captured.constants.items()}
-    return Plan(json.loads(json.dumps(meta)), texts, constants)
-
-
-def _stage_meta(given: _Input, stage: _Stage, files: Mapping[str, str]) -> dict[str, Any]:
-    """Phase -> file, strategy, decisions and predicted steps of one stage."""
-    machine, backends = given.machine, given.backends
-    return {
-        phase: {
-            "file": files[phase],
-            "strategy": _plain(stage.strategies[phase].to_dict()),
-            "decisions": [_plain(asdict(d)) for d in stage.decisions[phase]],
-            "predicted": predict(module, machine, backends, stage.strategies[phase]),
-        }
-        for phase, module in stage.modules.items()
-    }
-
-
-def _capacity_meta(stage: _Stage) -> dict[str, Any]:
-    assert stage.capacity is not None
-    found: dict[str, Any] = _plain(stage.capacity.to_dict())
-    return found
-
-
-def _model_meta(given: _Input, captured: Captured) -> dict[str, Any]:
-    spec = given.spec
-    return {
-        "name": spec.name,
-        "kind": spec.kind,
-        "argument": given.argument,
-        "checkpoint": _location(spec.locate_checkpoint),
-        "checkpoint_hash": given.checkpoint.content_hash() if given.checkpoint else "",
-        "tokenizer": _location(spec.locate_tokenizer),
-        "renames": dict(spec.renames),
-        "inputs": list(captured.input_names),
-        "max_positions": spec.max_positions,
-    }
-
-
-def _location(locate: Callable[[], Path]) -> str:
-    try:
-        return str(locate().resolve())
-    except CheckpointError:
-        return ""
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
-
-
-def kernel_fingerprints(modules: Iterable[Module], backends: Backends) -> dict[str, str]:
-    """Hash of the sources of each backend whose kernels the modules name."""
-    from metainfer.backends.sources import fingerprint
-
-    used = {
-        backends.kernels.get(c.kernel).backend
-        for module in modules
-        for graph in module.graphs
-        for op in graph.ops
-        for c in op.choices
-    }
-    return {backend: fingerprint(backend) for backend in sorted(used)}

@@ -95,9 +95,7 @@ def _cheapest(priced: Sequence[Estimate], report: Report) -> Layout:
             advice="choose narrower weights (--weights fp8, mxfp4, int4), or more devices",
         )  # fmt: skip
     best = usable[0]
-    others = ", ".join(
-        f"{e.layout} {e.seconds_per_token * 1e6:.1f} us" for e in usable[1:4]
-    )
+    others = ", ".join(f"{e.layout} {e.seconds_per_token * 1e6:.1f} us" for e in usable[1:4])
     reason = (
         f"cheapest of {len(usable)} that fit of {len(priced)}: at least "
         f"{best.seconds_per_token * 1e6:.1f} us a token in prefill and decode together, "
@@ -114,9 +112,7 @@ def _gb(size: int) -> str:
 # --- candidates --------------------------------------------------------------------------------
 
 
-def _candidates(
-    fixed: dict[str, int], num_devices: int, num_experts: int
-) -> Iterator[Layout]:
+def _candidates(fixed: dict[str, int], num_devices: int, num_experts: int) -> Iterator[Layout]:
     """Layouts that agree with what is fixed; a fixed axis alone leaves the others at one rank."""
     free = not any(fixed.values())
     sizes = [n for n in range(1, num_devices + 1) if num_devices % n == 0]

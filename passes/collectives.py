@@ -4,9 +4,9 @@
     after:  %3 = all_reduce(%2) {axis = "tp", ranks = 8} : bf16[T,4096]
               by {T <= 16: ranks.all_reduce_two_shot, else: ranks.all_reduce_library}
 
-Algorithms are kernels (`backends.ranks`), priced from the machine's topology or its measured tables;
-`--pin`, `--forbid` and the machine's policy apply to them. All ranks run one text, so they meet in
-one order and switch algorithms at the same sizes.
+Algorithms are kernels (`backends.ranks`), priced from the machine's topology or from its measured
+tables; `--pin`, `--forbid` and the machine's policy apply to them. All ranks run one text, so they
+meet in one order and switch algorithms at the same sizes.
 """
 
 from dataclasses import replace

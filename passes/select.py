@@ -104,7 +104,8 @@ def _fused_or_split(
         Decision(f"select {graph.name}", kind_of(op), "split into its ops", reason, "repair", data)
     )
     return [
-        choose_kernels(o, inner, target, limits, inner_strided) if needs_kernel(o) else o for o in inlined
+        choose_kernels(o, inner, target, limits, inner_strided) if needs_kernel(o) else o
+        for o in inlined
     ]
 
 

@@ -41,7 +41,8 @@ def split_stages(module: Module, stages: int) -> tuple[Module, ...]:
 def _cuts(module: Module, calls: Sequence[int], stages: int) -> list[int]:
     """Numbers of the calls at which the later stages begin: each takes its share of the bytes."""
     sizes = [_call_bytes(module, module.main.ops[i]) for i in calls]
-    total, cuts, passed = sum(sizes), [], 0
+    total, passed = sum(sizes), 0
+    cuts: list[int] = []
     for number, size in enumerate(sizes):
         due = total * (len(cuts) + 1) / stages
         left, open_stages = len(sizes) - number, stages - 1 - len(cuts)

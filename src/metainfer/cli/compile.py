@@ -83,8 +83,8 @@ def compile_model(
     options = Options(
         activations=activations, weights=weights, exact=exact, kv=kv, max_tokens=max_tokens,
         max_sequences=max_sequences, max_context=max_context, page_size=page_size,
-        memory_fraction=memory_fraction, tp=tp, dp=dp, pp=pp, ep=ep, strict=strict, pins=read_pins(pin),
-        forbids=tuple(forbid or ()), skip_passes=tuple(skip_pass or ()),
+        memory_fraction=memory_fraction, tp=tp, dp=dp, pp=pp, ep=ep, strict=strict,
+        pins=read_pins(pin), forbids=tuple(forbid or ()), skip_passes=tuple(skip_pass or ()),
     )  # fmt: skip
     machine = load_machine(hw)
     if out is not None:
