@@ -80,6 +80,8 @@ def choose_layout(
             report.add(Decision("layout", "ranks", str(one), reason))
             return one
         legal = [c for c in legal if c != one]
+        if not legal:
+            return one  # what is missing is told when memory is planned
     return _cheapest([price(c) for c in legal], report)
 
 

@@ -30,6 +30,7 @@ LOAD_OPS = frozenset(
         "unpermute_rope",
         "refine_scales",
         "take_rows",
+        "repeat_rows",
         "pack",
     }
 )

@@ -283,7 +283,7 @@ EDITS = [
     ("start = 0", "start = {code}"),
     ("f32[300,48]", "{code}[300,48]"),
     ("f32[300,48]", "f32[300,{code}]"),
-    ('loc("models/decoder.py":115)', 'loc("{code}":115)'),
+    ('loc("models/decoder.py"', 'loc("{code}"'),
     ("@model.norm.weight", '@"{code}"'),
     ("module tiny", "module {code}"),
     ("step\n", "import os\n"),
