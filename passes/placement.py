@@ -179,9 +179,11 @@ def _checked(
             f"{experts} experts do not fit on {ranks} ranks of {slots_per_rank} slots",
             advice=f"give each rank {-(-experts // max(ranks, 1))} slots",
         )
+    if replicas is not None and replicas < 0:
+        raise PlanError(f"{replicas} replicas of experts", advice="give 0 for none")
     # Experts of a layer that was never reached are balanced by number.
     rows = np.where(rows.sum(axis=1, keepdims=True) > 0, rows, 1.0)
-    return rows, room if replicas is None else min(room, experts + max(replicas, 0))
+    return rows, room if replicas is None else min(room, experts + replicas)
 
 
 def _place_layer(problem: Problem, group_of: Array, before: Placement) -> Placement:

@@ -86,6 +86,18 @@ def test_skewed_layers_end_within_three_percent_of_a_bound(
     assert load <= pattern_bound(problem, load, seconds=10, close=1.02).load * 1.03
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_small_layers_end_within_three_percent_of_the_proven_optimum(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    experts, ranks = int(rng.integers(4, 9)), int(rng.integers(2, 5))
+    slots = -(-experts // ranks) + int(rng.integers(0, 2))
+    counts = np.round(1000 * rng.lognormal(0, 1, experts))
+    problem = Problem(counts, ranks, slots, int(rng.integers(experts, ranks * slots + 1)))
+    best = optimum(problem, seconds=10)
+    assert best.proven
+    assert best.load * (1 - 1e-5) <= heaviest(solved(problem), problem) <= best.load * 1.03
+
+
 def test_patterns_prove_what_simple_bounds_cannot() -> None:
     """Three experts must share one of 64 ranks: the mean knows nothing of it."""
     problem = Problem(np.random.default_rng(0).poisson(1000, 160).astype(float), 64, 3, 160)
@@ -163,9 +175,11 @@ def test_counts_that_are_none_are_refused(bad: list[float]) -> None:
         place(np.array(bad), 2, 2)
 
 
-def test_groups_and_starts_must_match() -> None:
+def test_replicas_groups_and_starts_must_fit() -> None:
     with pytest.raises(PlanError, match="4 ranks are given 2 groups"):
         place(np.ones(8), 4, 2, groups=[0, 1])
+    with pytest.raises(PlanError, match="-1 replicas"):
+        place(np.ones(8), 4, 2, replicas=-1)
     with pytest.raises(PlanError, match="1 layers are given 2 placements"):
         place(np.ones(8), 4, 2, before=[in_order(8, 4, 2)] * 2)
 
