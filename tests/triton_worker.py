@@ -21,6 +21,7 @@ from metainfer.backends.registry import installed
 from metainfer.backends.torch.check import run_kernel, run_reference
 from metainfer.backends.triton.cross import faults_of, resources_of
 from metainfer.backends.triton.fits import typed_call
+from metainfer.hardware.device import Device
 from metainfer.hardware.load import load_machine
 from metainfer.ir.graph import Op
 from metainfer.ir.interpret import Data
@@ -57,6 +58,11 @@ def refused(name: str, op: Op, strided: frozenset[int] = frozenset()) -> list[st
     """What a kernel refuses on a card, in words, before anything is compiled."""
     query = Query(op, CARDS["1xh200"], {}, strided)
     return [str(r) for r in replace(installed().kernels.get(name), fits=None).refusals(query)]
+
+
+def applies(name: str, op: Op, card: Device, limits: dict[str, tuple[int, int]]) -> list[str]:
+    """What a kernel refuses on a card, in words, the compiler asked last."""
+    return [str(r) for r in installed().kernels.get(name).refusals(Query(op, card, limits))]
 
 
 def check_interpreted(

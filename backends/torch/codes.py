@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from metainfer.backends.layout import Layout, Weight
-from metainfer.backends.torch.tensors import BlockTensors, plain_weight, to_numpy
+from metainfer.backends.torch.tensors import BlockTensors, plain_weight, to_numpy, torch_dtype
 from metainfer.ir.dtypes import F4E2M1, F8E4M3, Block, BlockArray, DType, Scalar
 from metainfer.ir.errors import PlanError
 from metainfer.ir.types import TensorType
@@ -149,4 +149,16 @@ def _num_bytes(type_: TensorType) -> int:
     return int(np.prod(lead)) * row + int(np.prod(scales)) * format_.scale.bits // 8
 
 
-CODES_LAYOUT = Layout(NAME, _pack, _unpack, _num_bytes)
+def _typed(type_: TensorType) -> Codes:
+    """The packed form without contents, for kernels that are compiled by themselves."""
+    shape, format_ = type_.concrete({}), type_.dtype
+    if not isinstance(format_, Block):
+        raise PlanError(f"{type_} is no block format")
+    row = -(-shape[-1] * format_.element.bits // 8)
+    codes = torch.empty(*shape[:-1], row, dtype=torch.uint8, device="meta")
+    scale = torch_dtype(format_.scale)
+    scales = torch.empty(format_.scale_shape(shape), dtype=scale, device="meta")
+    return Codes(format_, codes, scales, shape)
+
+
+CODES_LAYOUT = Layout(NAME, _pack, _unpack, _num_bytes, _typed)

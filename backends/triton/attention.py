@@ -117,7 +117,7 @@ def split_tile(call: Attention) -> Tile:
 def split_rows(group: int, tokens: int, sequences: int) -> int:
     """Rows of the split form's tile."""
     new_tokens = -(-tokens // max(sequences, 1))
-    return min(max(_power(group * new_tokens), 16), 64)
+    return min(max(power_above(group * new_tokens), 16), 64)
 
 
 def prefill(call: Attention, tile: Tile | None = None) -> list[Launch]:
@@ -183,7 +183,7 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
         "out_token": strides["out_token"], "out_head": strides["out_head"],
     }  # fmt: skip
     kept = ("HEADS", "QUERIES", "ROWS", "KEYS", "MANY", "E", "WINDOW")
-    joining = {k: constants[k] for k in kept} | {"WIDE": _power(width), "PARTS": _COMBINED}
+    joining = {k: constants[k] for k in kept} | {"WIDE": power_above(width), "PARTS": _COMBINED}
     return [
         Launch(
             attention_split, (programs,), arguments, constants, tile.num_warps, tile.num_stages,
@@ -216,7 +216,7 @@ def _constants(call: Attention, tile: Tile) -> dict[str, Any]:
     (d0, d1), (e0, e1) = _parts(d), _parts(e)
     return {
         "GROUP": call.group, "HEADS": heads, "QUERIES": tile.rows // heads, "ROWS": tile.rows,
-        "KEYS": tile.keys, "PAGE": call.page_size, "MANY": _power(call.lengths.shape[0] + 1),
+        "KEYS": tile.keys, "PAGE": call.page_size, "MANY": power_above(call.lengths.shape[0] + 1),
         "D": d, "D0": d0, "D1": d1, "E": e, "E0": e0, "E1": e1,
         "WINDOW": call.window, "CAP": call.softcap,
     }  # fmt: skip
@@ -266,10 +266,10 @@ def _matrix(call: Attention) -> str:
 def _parts(width: int) -> tuple[int, int]:
     """A width as one or two powers of two that cover it, the first the largest within it."""
     first = max(1 << (width.bit_length() - 1), 16)
-    return first, _power(max(width - first, 16)) if width > first else 0
+    return first, power_above(max(width - first, 16)) if width > first else 0
 
 
-def _power(number: int) -> int:
+def power_above(number: int) -> int:
     """The least power of two that is no less."""
     return 1 << max(number - 1, 0).bit_length()
 

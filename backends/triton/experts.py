@@ -1,0 +1,402 @@
+"""Launches of the experts' products: which tiles, which grid, for which sizes.
+
+Shape letters: T tokens, K experts of a token, P = T * K pairs, E experts, D width, F inner width.
+Few pairs go tile by pair, unsorted; more are sorted by expert on the device first. The number of
+tiles of each expert never comes to the host.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.codes import Codes
+from metainfer.backends.triton.attention import power_above, sms_of
+from metainfer.backends.triton.interpreter import is_interpreting
+from metainfer.backends.triton.launch import Launch
+from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
+from metainfer.ir.dtypes import F4E2M1, F8E8M0
+from metainfer.ir.errors import Unsupported
+
+DIRECT_PAIRS = 16  # up to so many, each pair is a tile of its own and nothing is sorted
+EXACT_PAIRS = 1024  # up to so many, the pairs' results are kept in float32
+MOST_PARTS = 8
+SMALLEST_ROWS = 16
+_SORTED_AT_ONCE = 16384  # pairs of a chunk times experts
+_CHUNKS_OF_ONE = 4  # chunks that one program sorts by itself
+_SUM_COLUMNS = 1024
+_INT32 = torch.int32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program of the products works.
+
+    Attributes:
+        rows: pairs of one expert.
+        columns: outputs; gate and up take so many of each.
+        depth: inputs of one step of the loop, at most; it divides the width.
+        num_warps: warps of a program.
+        num_stages: buffers of the loop.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of the two products."""
+
+    gate_up: Tile
+    down: Tile
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One stack of expert weights as the kernels read it.
+
+    Shapes: codes [E, outputs, inputs or bytes], scales [E, blocks of outputs, blocks of inputs].
+
+    Attributes:
+        codes: numbers or codes; only the last dim must be dense.
+        format: "plain", "e4m3" or "e2m1".
+        scales: one for each block; the codes themselves where there are none.
+        high: outputs of a block, 0 for all.
+        wide: inputs of a block, 0 for all.
+        powers: scales are exponents of two.
+    """
+
+    codes: torch.Tensor
+    format: str
+    scales: torch.Tensor
+    high: int = 0
+    wide: int = 0
+    powers: bool = False
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of the product."""
+        return self.codes.shape[2] * (2 if self.format == "e2m1" else 1)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One call: its tensors and attributes.
+
+    Shapes: x [T, D], ids and weights [T, K], gate and up [E, F, D], down [E, D, F], out [T, D].
+    """
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    gate: Weight
+    up: Weight
+    down: Weight
+    out: torch.Tensor
+    activation: str = "silu"
+    total: int = 0
+    workspace: torch.Tensor | None = None
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and one of its experts."""
+        return self.ids.shape[0] * self.ids.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts held here."""
+        return self.gate.codes.shape[0]
+
+
+def weight_of(data: torch.Tensor | Codes) -> Weight:
+    """A weight as the runtime holds it: a tensor, or the packing ``torch.codes``.
+
+    Raises: Unsupported for a format that the kernels do not read.
+    """
+    if isinstance(data, torch.Tensor):
+        return Weight(data, "plain", data)
+    high, wide = data.format.extents(2)
+    powers = data.format.scale is F8E8M0
+    scales = data.scales.view(torch.uint8) if powers else data.scales
+    if data.format.element is F4E2M1:
+        if not powers or (high, wide) != (1, 32):
+            raise Unsupported(f"experts of {data.format}", advice="fp4 in groups of 32: MXFP4")
+        return Weight(data.codes, "e2m1", scales, high, wide, powers)
+    codes = data.codes.view(torch.float8_e4m3fn)
+    return Weight(codes, "e4m3", scales, high, wide, powers)
+
+
+def of_call(call: TorchCall) -> Experts:
+    """The op ``experts`` as the executor calls it."""
+    x, ids, weights, *stacks = call.inputs
+    gate, up, down = (weight_of(w) for w in stacks)
+    return Experts(
+        x, ids, weights, gate, up, down, call.outputs[0],
+        call.attrs["activation"], call.attrs["total"], call.workspace,
+    )  # fmt: skip
+
+
+def experts(call: Experts, tiles: Tiles | None = None, *, wide: bool = False) -> list[Launch]:
+    """Launches of a call.
+
+    Args:
+        call: tensors and attributes.
+        tiles: how programs work; chosen by the sizes where None.
+        wide: whether large tiles may take more than 99 KiB of shared memory.
+
+    Raises: Unsupported if the kernels cannot take it.
+    """
+    check(call)
+    tiles = tiles or tiles_for(call, wide=wide)
+    direct = call.pairs <= DIRECT_PAIRS
+    made = carve(call.workspace, scratch_of(call, tiles), call.x.device)
+    order, table, counts, firsts, hidden, pairs = made
+    shared = {
+        "ids": call.ids, "order": order, "tiles": table, "P": call.pairs, "E": call.num_experts,
+        "LIMIT": table.shape[1],
+    }  # fmt: skip
+    sorted_by = (call.num_experts, tiles.down.rows, order, table, counts, firsts)
+    sorting = [] if direct else sort_pairs(call.ids, *sorted_by)
+    return [
+        *sorting,
+        _gate_up(call, tiles.gate_up, shared, hidden, direct),
+        _down(call, tiles, shared, hidden, pairs, direct),
+        _sum(call, tiles.parts, pairs),
+    ]
+
+
+def check(call: Experts) -> None:
+    """Make sure that the kernels can take a call.
+
+    Raises: Unsupported if they cannot.
+    """
+    dense = {"ids": call.ids, "weights": call.weights, "out": call.out}
+    if not all(t.is_contiguous() for t in dense.values()) or call.x.stride(1) != 1:
+        raise Unsupported("experts: x, ids, weights or the result have gaps", advice="copy them")
+    for name, weight in (("gate", call.gate), ("up", call.up), ("down", call.down)):
+        if weight.inputs % SMALLEST_ROWS or (weight.format == "e2m1" and weight.inputs % 32):
+            raise Unsupported(
+                f"experts: {name} takes {weight.inputs} inputs",
+                advice="the kernels take multiples of 16, of 32 in MXFP4: pad the weight",
+            )
+        if weight.codes.stride(2) != 1:
+            raise Unsupported(f"experts: rows of {name} have gaps", advice="copy it")
+        if weight.format == "e2m1" and call.x.dtype != torch.bfloat16:
+            raise Unsupported(f"experts: MXFP4 weights and {call.x.dtype}", advice="use bf16")
+    same = call.gate.scales.stride() == call.up.scales.stride() or call.gate.format == "plain"
+    if call.gate.format != call.up.format or not same:
+        raise Unsupported("experts: gate and up are of different formats")
+
+
+def tile_limit(pairs: int, experts: int, rows: int) -> int:
+    """Tiles that any routing can make: every expert may leave one partly filled."""
+    return pairs // rows + min(experts, pairs)
+
+
+def scratch_of(call: Experts, tiles: Tiles) -> tuple[Piece, ...]:
+    """Scratch of a call: order, tiles, counts of chunks, first places, hidden rows, pair rows."""
+    inner, width = call.down.inputs, call.out.shape[1]
+    return scratch_for(call.pairs, call.num_experts, inner, width, call.x.dtype, tiles)
+
+
+def scratch_for(
+    pairs: int, experts: int, inner: int, width: int, dtype: torch.dtype, tiles: Tiles
+) -> tuple[Piece, ...]:
+    """As `scratch_of`, from sizes."""
+    direct = pairs <= DIRECT_PAIRS
+    limit = pairs if direct else tile_limit(pairs, experts, tiles.down.rows)
+    exact = torch.float32 if pairs <= EXACT_PAIRS else dtype
+    return (
+        Piece((pairs,), _INT32),
+        Piece((3, limit), _INT32),
+        *sort_pieces(pairs, experts),
+        Piece((pairs, inner), dtype),
+        Piece((pairs, tiles.parts, width), exact),
+    )
+
+
+def scratch_bound(pairs: int, experts: int, inner: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes of scratch that suffice for every number of pairs up to one."""
+    small = Tile(SMALLEST_ROWS, 0, 0, 0, 0)
+    sizes = {pairs: 1, min(pairs, EXACT_PAIRS): 1, min(pairs, DIRECT_PAIRS): MOST_PARTS}
+    return max(
+        scratch_bytes(scratch_for(n, experts, inner, width, dtype, Tiles(small, small, parts)))
+        for n, parts in sizes.items()
+    )
+
+
+# --- tiles ---------------------------------------------------------------------------------------
+
+
+def tiles_for(call: Experts, *, wide: bool = False) -> Tiles:
+    """Tiles for a call, by how many pairs an expert gets if choices are spread evenly."""
+    each = call.pairs / (call.total or call.num_experts)
+    form = call.gate.format
+    if call.pairs <= DIRECT_PAIRS:
+        return _direct_tiles(call, form)
+    rows = next((n for n in (16, 32, 64) if each <= 1.5 * n), 128)
+    if rows <= 32:
+        depth, stages = {"plain": (128, 4), "e4m3": (128, 5), "e2m1": (256, 4)}[form]
+        return Tiles(Tile(rows, 32, depth, 4, stages), Tile(rows, 64, depth, 4, stages))
+    if rows == 64:
+        return Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3))
+    if wide:
+        return Tiles(Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3))
+    return Tiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3))
+
+
+def _direct_tiles(call: Experts, form: str) -> Tiles:
+    """One pair a tile: few columns, so that all multiprocessors read weights."""
+    depth = {"plain": 128, "e4m3": 128, "e2m1": 256}[form]
+    down = Tile(SMALLEST_ROWS, 32, depth, 4, 4)
+    programs = call.pairs * -(-call.out.shape[1] // down.columns)
+    parts = power_above(-(-2 * sms_of(call.x.device) // programs))
+    steps = max(call.down.inputs // (2 * depth), 1)
+    parts = max(min(parts, 1 << (steps.bit_length() - 1), MOST_PARTS), 1)
+    return Tiles(Tile(SMALLEST_ROWS, 16, depth, 4, 4), down, parts)
+
+
+def _depth(tile: Tile, weight: Weight) -> int:
+    """The largest step that divides the inputs and lies within a block of scales."""
+    step = gcd(weight.inputs, tile.depth)
+    if weight.format == "e4m3" and weight.wide:
+        step = gcd(step, weight.wide)
+    return step
+
+
+def _numbers(experts: int) -> tuple[int, int]:
+    """Experts as a power of two, and pairs of a chunk that is sorted at once."""
+    numbers = max(power_above(experts), 16)
+    return numbers, min(max(_SORTED_AT_ONCE // numbers, 16), 128)
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+def sort_pairs(
+    ids: torch.Tensor,
+    experts: int,
+    rows: int,
+    order: torch.Tensor,
+    tiles: torch.Tensor,
+    counts: torch.Tensor,
+    firsts: torch.Tensor,
+) -> list[Launch]:
+    """Pairs sorted by expert, and a table of tiles: one launch for few pairs, else three.
+
+    Shapes: ids [T, K], order [P], tiles [3, limit], scratch: counts [chunks, numbers], firsts
+    [numbers].
+    """
+    from metainfer.backends.triton.templates import experts_order as kernels
+
+    numbers, chunk = _numbers(experts)
+    pairs, limit = ids.numel(), tiles.shape[1]
+    chunks = -(-pairs // chunk)
+    known = {"ids": ids, "P": pairs, "E": experts}
+    sizes = {"CHUNK": chunk, "NUMBERS": numbers}
+    if chunks <= _CHUNKS_OF_ONE:
+        few = {**known, "order": order, "tiles": tiles, "LIMIT": limit}
+        return [Launch(kernels.order_few, (1,), few, {**sizes, "ROWS": rows}, 8, 1)]
+    scanned = {
+        "counts": counts, "firsts": firsts, "tiles": tiles, "CHUNKS": chunks, "LIMIT": limit,
+    }  # fmt: skip
+    placed = {**known, "order": order, "counts": counts, "firsts": firsts}
+    scan = {"ROWS": rows, "STEP": max(8192 // numbers, 16), "NUMBERS": numbers}
+    return [
+        Launch(kernels.order_count, (chunks,), {**known, "counts": counts}, sizes, 4, 1),
+        Launch(kernels.order_scan, (1,), scanned, scan, 8, 1),
+        Launch(kernels.order_place, (chunks,), placed, sizes, 4, 1),
+    ]
+
+
+def sort_pieces(pairs: int, experts: int) -> tuple[Piece, Piece]:
+    """Scratch of `sort_pairs`: counts and first places."""
+    numbers, chunk = _numbers(experts)
+    return Piece((-(-pairs // chunk), numbers), _INT32), Piece((numbers,), _INT32)
+
+
+def _format(weight: Weight, tile: Tile, direct: bool) -> dict[str, Any]:
+    return {
+        "FORMAT": weight.format, "HIGH": weight.high, "WIDE": weight.wide,
+        "POWERS": weight.powers, "ROWS": tile.rows, "COLUMNS": tile.columns,
+        "DEPTH": _depth(tile, weight), "DIRECT": direct,
+        # Triton's scaled product has no form in its interpreter.
+        "NATIVE": not is_interpreting(),
+    }  # fmt: skip
+
+
+def _scale_strides(weight: Weight) -> dict[str, int]:
+    stride = weight.scales.stride()
+    return {"scale_expert": stride[0], "scale_out": stride[1], "scale_in": stride[2]}
+
+
+def _gate_up(
+    call: Experts, tile: Tile, shared: dict[str, Any], hidden: torch.Tensor, direct: bool
+) -> Launch:
+    from metainfer.backends.triton.templates.experts_grouped import experts_gate_up
+
+    inner = call.down.inputs
+    arguments = {
+        **shared, "x": call.x, "weights": call.weights, "gate": call.gate.codes,
+        "gate_scale": call.gate.scales, "up": call.up.codes, "up_scale": call.up.scales,
+        "hidden": hidden, "CHOICES": call.ids.shape[1], "D": call.x.shape[1], "F": inner,
+        "x_token": call.x.stride(0), "hidden_row": inner,
+        "gate_expert": call.gate.codes.stride(0), "gate_out": call.gate.codes.stride(1),
+        "up_expert": call.up.codes.stride(0), "up_out": call.up.codes.stride(1),
+        **_scale_strides(call.gate),
+    }  # fmt: skip
+    constants = {**_format(call.gate, tile, direct), "GELU": call.activation == "gelu_tanh"}
+    grid = shared["LIMIT"] * -(-inner // tile.columns)
+    return Launch(
+        experts_gate_up, (grid,), arguments, constants, tile.num_warps, tile.num_stages,
+        _matrix(call),
+    )  # fmt: skip
+
+
+def _down(
+    call: Experts,
+    tiles: Tiles,
+    shared: dict[str, Any],
+    hidden: torch.Tensor,
+    pairs: torch.Tensor,
+    direct: bool,
+) -> Launch:
+    from metainfer.backends.triton.templates.experts_grouped import experts_down
+
+    tile, width, inner = tiles.down, call.out.shape[1], call.down.inputs
+    arguments = {
+        **shared, "hidden": hidden, "down": call.down.codes, "down_scale": call.down.scales,
+        "pairs": pairs, "D": width, "F": inner, "hidden_row": inner,
+        "down_expert": call.down.codes.stride(0), "down_out": call.down.codes.stride(1),
+        **_scale_strides(call.down),
+    }  # fmt: skip
+    constants = {**_format(call.down, tile, direct), "PARTS": tiles.parts}
+    grid = shared["LIMIT"] * -(-width // tile.columns) * tiles.parts
+    return Launch(
+        experts_down, (grid,), arguments, constants, tile.num_warps, tile.num_stages,
+        _matrix(call),
+    )  # fmt: skip
+
+
+def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
+    from metainfer.backends.triton.templates.experts_grouped import experts_sum
+
+    tokens, width = call.out.shape
+    columns = min(power_above(width), _SUM_COLUMNS)
+    arguments = {
+        "pairs": pairs, "ids": call.ids, "out": call.out, "E": call.num_experts, "D": width,
+        "out_token": call.out.stride(0),
+    }  # fmt: skip
+    constants = {"CHOICES": call.ids.shape[1], "PARTS": parts, "COLUMNS": columns}
+    return Launch(experts_sum, (tokens * -(-width // columns),), arguments, constants, 4, 1)
+
+
+def _matrix(call: Experts) -> str:
+    return "f16" if call.x.dtype == torch.float16 else "bf16"

@@ -1,0 +1,135 @@
+"""Records of the experts' products, one for each format that their weights are kept in."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import cast
+
+import torch
+
+from metainfer.backends.kernel import (
+    Constraint,
+    Efficiency,
+    Kernel,
+    Query,
+    Registry,
+    dense,
+    device_kind,
+    dtype,
+    feature,
+    multiple_of,
+    weight_operand,
+)
+from metainfer.backends.layout import LayoutRegistry
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.codes import NAME as CODES
+from metainfer.backends.torch.constraints import format_is
+from metainfer.backends.triton.experts import experts, of_call, scratch_bound
+from metainfer.backends.triton.fits import fits
+from metainfer.backends.triton.launch import Launch, TritonBinder
+from metainfer.hardware.device import Device
+from metainfer.ir.dtypes import F4E2M1, F8E4M3, MXFP4, Block, DType
+from metainfer.ir.graph import Op
+from metainfer.ir.ops.record import attr_value
+
+BF16_STEP = 2.0**-8
+_STACKS = (3, 4, 5)
+
+# Not measured yet.
+_SOURCE = "assumed, to be replaced by benchmarks/gpu/experts.py"
+PLAIN = Efficiency(0.75, 0.6, source=_SOURCE)
+WIDE = Efficiency(0.75, 0.7, source=_SOURCE)
+# Codes are widened in registers before the products.
+CODED = Efficiency(0.65, 0.4, source=_SOURCE)
+
+
+def register_experts(kernels: Registry, layouts: LayoutRegistry) -> None:
+    """Add one kernel for each format."""
+    for name in ("bf16", "f16"):
+        plain = tuple(dtype(i, name) for i in _STACKS)
+        kernels.add(_kernel(name, (dtype(0, name), *plain), PLAIN, layouts))
+        wide = _kernel(f"{name}_wide", (dtype(0, name), *plain), WIDE, layouts, wide=True)
+        kernels.add(wide)
+    for form, text, holds, activations in (
+        ("e4m3", "e4m3 codes without offsets", _is_e4m3, ("bf16", "f16")),
+        ("e2m1", str(MXFP4), _is_mxfp4, ("bf16",)),
+    ):
+        kept = tuple(format_is(i, text, holds) for i in _STACKS)
+        requires = (dtype(0, *activations), *kept, alike(3, 4), feature("fp8_mma"))
+        kernels.add(_kernel(form, requires, CODED, layouts, layout=CODES))
+
+
+def _launches(call: TorchCall, wide: bool) -> list[Launch]:
+    return experts(of_call(call), wide=wide)
+
+
+def _kernel(
+    variant: str,
+    formats: tuple[Constraint, ...],
+    efficiency: Efficiency,
+    registry: LayoutRegistry,
+    *,
+    wide: bool = False,
+    layout: str = "",
+) -> Kernel:
+    layouts: dict[int, str] = {i: layout for i in _STACKS} if layout else {}
+    run: Callable[[TorchCall], list[Launch]] = partial(_launches, wide=wide)
+    step = 32 if variant == "e2m1" else 16
+    return Kernel(
+        f"triton.experts_{variant}",
+        "experts",
+        "triton",
+        requires=(
+            device_kind("gpu"),
+            feature("triton"),
+            *formats,
+            dtype(1, "i32", "i64"),
+            dtype(2, "f32", "bf16", "f16"),
+            *(weight_operand(i) for i in _STACKS),
+            multiple_of(3, 2, step, "D"),
+            multiple_of(5, 2, step, "F"),
+            dense(0, 1, 2),
+        ),
+        layouts=layouts,
+        efficiency=efficiency,
+        launches=4,
+        error=BF16_STEP,
+        workspace=_workspace,
+        effort=_effort,
+        fits=fits(run, layouts, registry),
+        binder=TritonBinder(run),
+    )
+
+
+def alike(first: int, second: int) -> Constraint:
+    """Two operands have the same element type."""
+
+    def check(query: Query) -> str | None:
+        a, b = query.dtype(first), query.dtype(second)
+        return None if a == b else f"{a} and {b}"
+
+    return Constraint(f"operands {first} and {second} are of one format", check)
+
+
+def _is_e4m3(found: DType) -> bool:
+    return isinstance(found, Block) and found.element is F8E4M3 and found.offset is None
+
+
+def _is_mxfp4(found: DType) -> bool:
+    return isinstance(found, Block) and found.element is F4E2M1 and found == MXFP4
+
+
+def _workspace(query: Query) -> int:
+    tokens, choices = query.size(1, 0), query.tensor(1).shape[1].static
+    held, inner, width = (d.static for d in query.tensor(3).shape)
+    kind = torch.float16 if str(query.dtype(0)) == "f16" else torch.bfloat16
+    return scratch_bound(tokens * choices, held, inner, width, kind)
+
+
+def _effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
+    """Rows of tiles over pairs: every expert that is chosen leaves one tile partly filled."""
+    tokens, choices = (d.evaluate(env) for d in op.operands[1].tensor.shape)
+    held = op.operands[3].tensor.shape[0].static
+    total = int(cast(int, attr_value(op, "total"))) or held
+    each = max(tokens * choices / total, 1.0)
+    rows = next((n for n in (16, 32, 64) if each <= 1.5 * n), 128)
+    return -(-each // rows) * rows / each

@@ -1,0 +1,150 @@
+"""The experts' three products, one tile of pairs of one expert a program."""
+
+import triton
+import triton.language as tl
+
+from metainfer.backends.triton.templates.experts_tile import activate, add_product
+
+
+@triton.jit
+def tile_pairs(
+    tile, ids, order, tiles, P, E, LIMIT, ROWS: tl.constexpr, DIRECT: tl.constexpr
+):  # fmt: skip
+    """A tile's expert (or -1), its first place, its pairs and which of them exist.
+
+    Direct tiles hold one pair each, the tile's number, and nothing was sorted.
+    """
+    row = tl.arange(0, ROWS)
+    if DIRECT:
+        expert = tl.load(ids + tile).to(tl.int32)
+        expert = tl.where(expert < E, expert, -1)
+        place = tile
+        there = row < 1
+        pair = tile + row * 0
+    else:
+        expert = tl.load(tiles + tile)
+        place = tl.load(tiles + LIMIT + tile)
+        there = row < tl.load(tiles + 2 * LIMIT + tile)
+        there = there & (expert >= 0)
+        pair = tl.load(order + place + row, mask=there, other=0)
+    return expert, place, pair, there
+
+
+@triton.jit
+def experts_gate_up(
+    x, ids, order, tiles, weights, gate, gate_scale, up, up_scale, hidden,
+    P, E, LIMIT, CHOICES, D, F, x_token, hidden_row,
+    gate_expert, gate_out, up_expert, up_out,
+    scale_expert, scale_out, scale_in,
+    FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
+    GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    DIRECT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """hidden = weight * act(gate @ x) * (up @ x), for COLUMNS of the inner width.
+
+    Gate and up go through one product, side by side column by column, so that a thread holds both
+    numbers of a pair when it multiplies them. The router's weight is applied here: what follows
+    is linear. Shapes: x [T, D], gate and up [E, F, D], hidden [P, F] in the order of places.
+    """
+    blocks = tl.cdiv(F, COLUMNS)
+    tile = tl.program_id(0) // blocks
+    expert, place, pair, there = tile_pairs(tile, ids, order, tiles, P, E, LIMIT, ROWS, DIRECT)
+    if expert < 0:
+        return
+    first = tl.program_id(0) % blocks * COLUMNS
+    both = tl.arange(0, 2 * COLUMNS)
+    is_up = both % 2 == 1
+    # Columns past the end repeat the last one: reads need no mask, only the write has one.
+    out = tl.minimum(first + both // 2, F - 1)
+    far = expert.to(tl.int64)
+    codes = tl.where(
+        is_up, up + far * up_expert + out * up_out, gate + far * gate_expert + out * gate_out
+    )
+    scales = codes
+    if FORMAT != "plain":
+        block = out // HIGH if HIGH > 0 else out * 0
+        offset = far * scale_expert + block * scale_out
+        scales = tl.where(is_up, up_scale + offset, gate_scale + offset)
+    rows = x + (pair // CHOICES).to(tl.int64)[:, None] * x_token + tl.arange(0, DEPTH)[None, :]
+    acc = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+    for at in tl.range(0, D, DEPTH):
+        inputs = tl.load(rows + at, mask=there[:, None], other=0.0)
+        acc = add_product(
+            acc, inputs, codes, scales, at, scale_in,
+            FORMAT, 2 * COLUMNS, DEPTH, WIDE, POWERS, NATIVE,
+        )  # fmt: skip
+    gated, upped = tl.split(tl.reshape(acc, (ROWS, COLUMNS, 2)))
+    share = tl.load(weights + pair, mask=there, other=0.0).to(tl.float32)
+    value = activate(gated, GELU) * upped * share[:, None]
+    column = first + tl.arange(0, COLUMNS)
+    spot = hidden + (place + tl.arange(0, ROWS)).to(tl.int64)[:, None] * hidden_row
+    tl.store(
+        spot + column[None, :],
+        value.to(hidden.dtype.element_ty),
+        mask=there[:, None] & (column[None, :] < F),
+    )
+
+
+@triton.jit
+def experts_down(
+    hidden, ids, order, tiles, down, down_scale, pairs,
+    P, E, LIMIT, D, F, hidden_row, down_expert, down_out,
+    scale_expert, scale_out, scale_in,
+    FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
+    DIRECT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """pairs = down @ hidden, for COLUMNS of the width and one of PARTS of the inner width.
+
+    Shapes: hidden [P, F] in the order of places, down [E, D, F], pairs [P, PARTS, D].
+    """
+    blocks = tl.cdiv(D, COLUMNS)
+    tile = tl.program_id(0) // (blocks * PARTS)
+    expert, place, pair, there = tile_pairs(tile, ids, order, tiles, P, E, LIMIT, ROWS, DIRECT)
+    if expert < 0:
+        return
+    part = tl.program_id(0) // blocks % PARTS
+    first = tl.program_id(0) % blocks * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
+    out = tl.minimum(column, D - 1)
+    far = expert.to(tl.int64)
+    codes = down + far * down_expert + out * down_out
+    scales = codes
+    if FORMAT != "plain":
+        block = out // HIGH if HIGH > 0 else out * 0
+        scales = down_scale + far * scale_expert + block * scale_out
+    row = place + tl.arange(0, ROWS)
+    rows = hidden + row.to(tl.int64)[:, None] * hidden_row + tl.arange(0, DEPTH)[None, :]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    span = tl.cdiv(F, DEPTH * PARTS) * DEPTH
+    for at in tl.range(part * span, tl.minimum(part * span + span, F), DEPTH):
+        inputs = tl.load(rows + at, mask=there[:, None], other=0.0)
+        acc = add_product(
+            acc, inputs, codes, scales, at, scale_in,
+            FORMAT, COLUMNS, DEPTH, WIDE, POWERS, NATIVE,
+        )  # fmt: skip
+    spot = pairs + (pair * PARTS + part).to(tl.int64)[:, None] * D + column[None, :]
+    tl.store(spot, acc.to(pairs.dtype.element_ty), mask=there[:, None] & (column[None, :] < D))
+
+
+@triton.jit
+def experts_sum(
+    pairs, ids, out, E, D, out_token,
+    CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out[t] = the sum over a token's pairs, in rising order; pairs of no expert were not written.
+
+    Shapes: pairs [T * CHOICES, PARTS, D] -> out [T, D].
+    """
+    blocks = tl.cdiv(D, COLUMNS)
+    token = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        expert = tl.load(ids + token * CHOICES + choice)
+        known = (expert >= 0) & (expert < E) & (column < D)
+        for part in tl.static_range(PARTS):
+            row = ((token * CHOICES + choice) * PARTS + part).to(tl.int64)
+            acc += tl.load(pairs + row * D + column, mask=known, other=0.0).to(tl.float32)
+    spot = out + token.to(tl.int64) * out_token + column
+    tl.store(spot, acc.to(out.dtype.element_ty), mask=column < D)

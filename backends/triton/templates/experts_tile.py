@@ -1,0 +1,85 @@
+"""Products of some tokens by one expert's weights, in the formats that experts are kept in.
+
+Weights lie [experts, outputs, inputs]. Formats: "plain" (of the activations' type), "e4m3" (codes
+and a scale per block of HIGH outputs x WIDE inputs; 0: all), "e2m1" (two codes a byte, the first
+in the low half, one power of two per 32 inputs).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_value(scale, POWERS: tl.constexpr):
+    """A block's scale in float32; powers of two are kept as their exponents (e8m0)."""
+    value = scale
+    if POWERS:
+        # Exponent 0 is 2^-127, which float32 holds as a subnormal.
+        exponent = scale.to(tl.int32)
+        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+        value = bits.to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def e2m1_value(code):
+    """The number that a 4-bit code stands for, in float32, by its own bits: exact."""
+    code = code.to(tl.int32)
+    # Exponent and mantissa land where float32 keeps them, with its bias 126 higher.
+    small = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return tl.where((code & 8) != 0, -small, small)
+
+
+@triton.jit
+def unpack_e2m1(codes, scales, OUT: tl.constexpr, DEPTH: tl.constexpr):
+    """Values [OUT, DEPTH] in float32 of bytes [OUT, DEPTH / 2] and exponents [OUT, DEPTH / 32]."""
+    values = tl.join(e2m1_value(codes & 15), e2m1_value(codes >> 4))
+    values = tl.reshape(values, (OUT, DEPTH // 32, 32))
+    return tl.reshape(values * scale_value(scales, True)[:, :, None], (OUT, DEPTH))
+
+
+@triton.jit
+def add_product(
+    acc, x, codes, scales, at, stride_scale,
+    FORMAT: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
+    POWERS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """acc + x @ w.T for inputs ``at .. at + DEPTH``.
+
+    Shapes: acc [rows, OUT], x [rows, DEPTH], codes and scales: pointers of each output, [OUT].
+    """
+    if FORMAT == "e2m1":
+        byte = at // 2 + tl.arange(0, DEPTH // 2)
+        w = tl.load(codes[:, None] + byte[None, :])
+        block = at // 32 + tl.arange(0, DEPTH // 32)
+        s = tl.load(scales[:, None] + block[None, :])
+        if NATIVE:
+            acc = tl.dot_scaled(x, None, "bf16", tl.trans(w), s, "e2m1", acc, fast_math=True)
+        else:
+            acc = tl.dot(x, tl.trans(unpack_e2m1(w, s, OUT, DEPTH).to(x.dtype)), acc)
+    else:
+        inner = at + tl.arange(0, DEPTH)
+        w = tl.load(codes[:, None] + inner[None, :])
+        if FORMAT == "e4m3":
+            place = 0
+            if WIDE > 0:
+                place = at // WIDE
+            s = scale_value(tl.load(scales + place * stride_scale), POWERS)
+            # Codes are exact in bf16; a scaled weight would not be.
+            acc += tl.dot(x, tl.trans(w.to(x.dtype))) * s[None, :]
+        else:
+            acc = tl.dot(x, tl.trans(w), acc)
+    return acc
+
+
+@triton.jit
+def activate(gate, GELU: tl.constexpr):
+    """The activation of an expert's gate."""
+    value = gate
+    if GELU:
+        # tanh by one exponential; exp2 at infinity gives the right limits.
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        value = gate * (1.0 - 1.0 / (1.0 + tl.exp2(2.8853900817779268 * inner)))
+    else:
+        value = gate / (1.0 + tl.exp2(-1.4426950408889634 * gate))
+    return value
