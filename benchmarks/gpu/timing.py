@@ -1,0 +1,93 @@
+"""Time on a GPU: captured graphs over rotating data, medians of CUDA events; measured ceilings."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+REPLAYS = 20
+_COPY_BYTES = 2 << 30
+_GEMM = 8192
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this GPU reaches here and now.
+
+    Units: bytes a second (device copy, read + write), operations a second (bf16 product).
+    """
+
+    bandwidth: float
+    bf16: float
+
+    def roofline_us(self, moved: float, flops: float) -> float:
+        """Microseconds that no kernel can beat, by these ceilings."""
+        return max(moved / self.bandwidth, flops / self.bf16) * 1e6
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a report."""
+
+    case: str
+    what: str
+    us: float
+    moved: float
+    flops: float
+
+    def text(self, ceilings: Ceilings) -> str:
+        """Time, both rates, and the fraction of the roofline."""
+        bound = ceilings.roofline_us(self.moved, self.flops)
+        rates = (
+            f"{self.moved / self.us * 1e-6:7.3f} TB/s {self.flops / self.us * 1e-6:7.1f} TFLOP/s"
+        )
+        return (
+            f"{self.case:34s} {self.what:34s} {self.us:9.1f} us  {rates}  "
+            f"roofline {bound:8.1f} us  {100 * bound / self.us:5.1f}%"
+        )
+
+
+def captured_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of one call, all captured one after the other in one graph.
+
+    Give calls on different data, more than the cache holds, so that each finds it cold.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times) / len(calls)
+
+
+def ceilings() -> Ceilings:
+    """Measure a copy and a square bf16 product on random data."""
+    source = torch.randn(_COPY_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    copy = captured_us([lambda: target.copy_(source)])
+    a, b = (torch.randn(_GEMM, _GEMM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    product = captured_us([lambda: torch.mm(a, b, out=out)] * 4)
+    return Ceilings(2 * _COPY_BYTES / copy * 1e6, 2 * _GEMM**3 / product * 1e6)
+
+
+def announce(found: Ceilings) -> None:
+    """Print the machine and its ceilings."""
+    import triton
+
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"copy {found.bandwidth * 1e-12:.2f} TB/s, bf16 product {found.bf16 * 1e-12:.0f} TFLOP/s")
