@@ -21,8 +21,10 @@ from metainfer.passes.shard import shard, typical_steps
 from metainfer.passes.stages import split_stages
 from metainfer.passes.target import Decision, Report, Target
 
-# Part of the budget that weights may take, so that activations and keys find room.
-_WEIGHTS_SHARE = 0.92
+# Part of the budget that weights and states may take, so that activations find room.
+_SHARE = 0.95
+# Tokens of state that every sequence of a full step must find room for.
+_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,14 @@ class Estimate:
     Attributes:
         layout: the layout.
         weight_bytes: of the fullest rank.
+        state_bytes: of a full step's sequences on it, each of up to 4,096 tokens.
         seconds_per_token: decode and prefill together, at full steps; a bound.
         refused: why it cannot be, "" if it can.
     """
 
     layout: Layout
     weight_bytes: int = 0
+    state_bytes: int = 0
     seconds_per_token: float = 0.0
     refused: str = ""
 
@@ -76,7 +80,8 @@ def choose_layout(
     if not asked:
         alone = price(one)
         if not alone.refused:
-            reason = f"weights of {_gb(alone.weight_bytes)} fit on one device"
+            size = f"{_gb(alone.weight_bytes)} of weights and {_gb(alone.state_bytes)} of states"
+            reason = f"{size} fit on one device; more ranks by --tp, --dp, --pp, --ep"
             report.add(Decision("layout", "ranks", str(one), reason))
             return one
         legal = [c for c in legal if c != one]
@@ -101,7 +106,8 @@ def _cheapest(priced: Sequence[Estimate], report: Report) -> Layout:
     reason = (
         f"cheapest of {len(usable)} that fit of {len(priced)}: at least "
         f"{best.seconds_per_token * 1e6:.1f} us a token in prefill and decode together, "
-        f"{_gb(best.weight_bytes)} of weights on a rank" + (f"; next: {others}" if others else "")
+        f"{_gb(best.weight_bytes)} of weights and {_gb(best.state_bytes)} of states on a rank"
+        + (f"; next: {others}" if others else "")
     )
     report.add(Decision("layout", "ranks", str(best.layout), reason))
     return best.layout
@@ -189,6 +195,7 @@ class _Pricer:
         costs: CostModel, kernels: Registry, draft: Callable[[Module, Target], Module],
     ) -> None:  # fmt: skip
         self._kernels = kernels
+        self._made: dict[object, Module] = {}
         self._machine, self._options, self._strategy = machine, options, strategy
         self._costs = costs
         self._drafted = draft(module, self._target(strategy))
@@ -208,22 +215,34 @@ class _Pricer:
         return Target(self._machine, strategy, options, self._kernels, costs, Report())
 
     def _priced(self, layout: Layout) -> Estimate:
-        seconds, heaviest = 0.0, 0
+        seconds, heaviest, held = 0.0, 0, 0
         for number, stage in enumerate(split_stages(self._drafted, layout.pp)):
             strategy = replace(
                 self._strategy, mesh=layout.mesh, experts=layout.experts,
                 first_rank=number * layout.stage_ranks,
             )  # fmt: skip
             target = self._target(strategy)
-            local = localize(shard(stage, target), target)
+            local = localize(self._sharded(stage, layout, number), target)
             heaviest = max(heaviest, _weight_bytes(local))
+            held = max(held, _state_bytes(local, strategy))
             seconds += _seconds_per_token(local, target) / layout.dp
         # Stages work on different steps at once: a token passes all, but a step leaves each time.
         seconds /= layout.pp
-        if heaviest > self._budget * _WEIGHTS_SHARE:
-            refused = f"{_gb(heaviest)} of weights on a rank, of {_gb(self._budget)}"
-            return Estimate(layout, heaviest, seconds, refused)
-        return Estimate(layout, heaviest, seconds)
+        refused = ""
+        if heaviest + held > self._budget * _SHARE:
+            refused = f"{_gb(heaviest)} of weights and {_gb(held)} of states on a rank, "
+            refused += f"of {_gb(self._budget)}"
+        return Estimate(layout, heaviest, held, seconds, refused)
+
+    def _sharded(self, stage: Module, layout: Layout, number: int) -> Module:
+        """The stage sharded over tp, the mesh being the layout's: replicas change nothing there."""
+        over_tp = layout.experts if "tp" in layout.experts else ()
+        key = (layout.pp, number, layout.tp, over_tp)
+        if key not in self._made:
+            mesh = Layout(tp=layout.tp).mesh
+            strategy = replace(self._strategy, mesh=mesh, experts=over_tp)
+            self._made[key] = shard(stage, self._target(strategy))
+        return replace(self._made[key], mesh=layout.mesh)
 
 
 def _weight_bytes(module: Module) -> int:
@@ -231,6 +250,16 @@ def _weight_bytes(module: Module) -> int:
     for call in module.calls():
         block = module.graph(str(call.attr["block"]))
         total += sum(w.tensor.bytes_at({}) for w in block.weights)
+    return total
+
+
+def _state_bytes(module: Module, strategy: Strategy) -> int:
+    tokens = min(strategy.max_context or _CONTEXT, _CONTEXT) * strategy.max_sequences
+    total = 0
+    for call in module.calls():
+        for state in module.graph(str(call.attr["block"])).states:
+            entries = tokens if state.state.growth == "token" else strategy.max_sequences
+            total += state.state.entry_bytes() * entries
     return total
 
 

@@ -7,10 +7,10 @@ switches and host bridges (`Topology.share`), plus the latency of the slowest wa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from metainfer.hardware.machine import Machine
-from metainfer.hardware.topology import Flow, Path
+from metainfer.hardware.topology import Flow, Path, Topology
 from metainfer.ir.errors import HardwareError
 
 # Starting a kernel that synchronises with peers, beside the wire's own latency.
@@ -47,7 +47,6 @@ def cheapest(name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes:
     return min(prices(name, machine, ranks, payload_bytes), key=lambda p: p.seconds)
 
 
-@cache
 def price_of(
     name: str, algorithm: str, machine: Machine, ranks: tuple[int, ...], payload_bytes: int
 ) -> Price:
@@ -64,7 +63,6 @@ def price_of(
     return found[0]
 
 
-@cache
 def prices(
     name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes: int
 ) -> tuple[Price, ...]:
@@ -72,19 +70,29 @@ def prices(
 
     Raises: HardwareError for a collective that is not known.
     """
+    # NOTE: a topology hashes by identity, a machine by all that it holds.
+    return _prices(name, machine.topology(), ranks, payload_bytes)
+
+
+@lru_cache(maxsize=65536)
+def _prices(
+    name: str, topology: Topology, ranks: tuple[int, ...], payload_bytes: int
+) -> tuple[Price, ...]:
+    machine = topology.machine
     if name not in _ROUNDS:
         raise HardwareError(f"no algorithm is known for {name!r}", advice=f"known: {[*_ROUNDS]}")
     if len(ranks) == 1:
         return tuple(Price(a, 0.0, "analytic") for a in (*_ROUNDS[name], "library", "islands"))
     found = [
-        Price(algorithm, _seconds(machine, ranks, rounds, payload_bytes), "analytic")
+        Price(algorithm, _seconds(topology, ranks, rounds, payload_bytes), "analytic")
         for algorithm, rounds in _ROUNDS[name].items()
     ]
     found.append(
         _measured(name, machine, ranks, payload_bytes) or Price("library", *_unmeasured(found))
     )
-    if name == "all_reduce" and len(_islands(machine, ranks)) > 1:
-        found.append(Price("islands", _islands_seconds(machine, ranks, payload_bytes), "analytic"))
+    if name == "all_reduce" and len(_islands(topology, ranks)) > 1:
+        seconds = _islands_seconds(topology, ranks, payload_bytes)
+        found.append(Price("islands", seconds, "analytic"))
     return tuple(found)
 
 
@@ -140,17 +148,16 @@ _ROUNDS: dict[str, dict[str, _Rounds]] = {
 }
 
 
-def _seconds(machine: Machine, ranks: tuple[int, ...], rounds: _Rounds, payload: int) -> float:
+def _seconds(topology: Topology, ranks: tuple[int, ...], rounds: _Rounds, payload: int) -> float:
     count, part = rounds.of(len(ranks))
-    bandwidth, latency_us = _pattern(machine, ranks, rounds.pattern)
+    bandwidth, latency_us = _pattern(topology, ranks, rounds.pattern)
     return count * ((latency_us + _ROUND_US) * 1e-6 + payload * part / bandwidth)
 
 
 @cache
-def _pattern(machine: Machine, ranks: tuple[int, ...], pattern: str) -> tuple[float, float]:
+def _pattern(topology: Topology, ranks: tuple[int, ...], pattern: str) -> tuple[float, float]:
     """(bytes/s of the slowest flow, latency of the slowest way) while all flows run."""
     flows = [Flow(a, b) for a, b in _pairs(ranks, pattern)]
-    topology = machine.topology()
     shares = topology.share(flows)
     paths: list[Path] = [topology.path(f.initiator, f.peer) for f in flows]
     return min(shares), max(p.write_latency_us for p in paths)
@@ -163,31 +170,30 @@ def _pairs(ranks: Sequence[int], pattern: str) -> list[tuple[int, int]]:
 
 
 @cache
-def _islands(machine: Machine, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _islands(topology: Topology, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The ranks by socket or host, () unless there are several islands of one size above 1."""
-    groups = [tuple(r for r in island if r in ranks) for island in machine.topology().islands()]
+    groups = [tuple(r for r in island if r in ranks) for island in topology.islands()]
     groups = [g for g in groups if g]
     sizes = {len(g) for g in groups}
     return tuple(groups) if len(groups) > 1 and len(sizes) == 1 and sizes != {1} else ()
 
 
-def _islands_seconds(machine: Machine, ranks: tuple[int, ...], payload: int) -> float:
+def _islands_seconds(topology: Topology, ranks: tuple[int, ...], payload: int) -> float:
     """Reduce-scatter within islands, all-reduce of each part across them, all-gather within."""
-    islands = _islands(machine, ranks)
+    islands = _islands(topology, ranks)
     size = len(islands[0])
-    within = [_pattern(machine, island, "mesh") for island in islands]
+    within = [_pattern(topology, island, "mesh") for island in islands]
     inner = min(b for b, _ in within)
     inner_us = max(us for _, us in within)
-    across, across_us = _across(machine, islands)
+    across, across_us = _across(topology, islands)
     inside = 2 * ((inner_us + _ROUND_US) * 1e-6 + payload / size / inner)
     return inside + (across_us + _ROUND_US) * 1e-6 + payload / size / across
 
 
 @cache
-def _across(machine: Machine, islands: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
+def _across(topology: Topology, islands: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
     """Flows between ranks of the same number in each island, all at once."""
     columns = list(zip(*islands, strict=True))
     flows = [Flow(a, b) for column in columns for a in column for b in column if a != b]
-    topology = machine.topology()
     shares = topology.share(flows)
     return min(shares), max(topology.path(f.initiator, f.peer).write_latency_us for f in flows)
