@@ -1,7 +1,8 @@
 """Passes by hand: from a text and some names of passes to a module, without a model."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from metainfer.backends.registry import installed
 from metainfer.compiler.cost import CostModel
@@ -16,8 +17,33 @@ from metainfer.ir.types import Symbol, TensorType
 from metainfer.passes.pipeline import PIPELINE, pass_named, run_passes
 from metainfer.passes.target import Decision, Report, Target
 
+CASE_LINE = "# -----\n"
+_HEADER = re.compile(r"(\w+): ([\w,]+)")
 _BOUND = 512  # of sizes that a bare graph's text leaves open
 _TYPICAL = (("B", 1), ("P", 32), ("R", 1))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A test case of passes: a header (``# pass: fuse   hw: cpu``), a text, what it becomes.
+
+    Attributes:
+        header: what the first line says: pass, hw, phase.
+        before: the text with its header.
+        after: what the passes make of it; "" if the file ends before that.
+    """
+
+    header: Mapping[str, str]
+    before: str
+    after: str
+
+
+def read_case(text: str) -> Case:
+    """Take a text apart; one that is no case has no header and no second half."""
+    before, _, after = text.partition(CASE_LINE)
+    first = before.split("\n", 1)[0]
+    pairs = _HEADER.findall(first) if first.startswith("# pass:") else []
+    return Case(dict(pairs), before, after)
 
 
 def parse_text(text: str, origin: str) -> Module:

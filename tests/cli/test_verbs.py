@@ -54,6 +54,23 @@ def test_trace_holds_measured_and_predicted(cli, plan: Path, tmp_path: Path) -> 
     assert "predicted us" in traced.err
 
 
+def test_the_variable_makes_bench_trace_too(
+    cli, plan: Path, module_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = ("--prompt-tokens", 5, "--new-tokens", 3, "--batch", 2, "--repeat", 1)
+    for verb, phases in (((plan, *workload), {"prefill", "decode"}), ((module_plan,), {"call"})):
+        file = tmp_path / "bench.json"
+        monkeypatch.setenv("METAINFER_TRACE", str(file))
+        result = cli("bench", *verb, "--json")
+        found = json.loads(result.out)["measurements"]
+        assert {m["phase"] for m in found} == phases
+        data = json.loads(file.read_text())
+        slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
+        assert {e["args"]["place"].split(",")[0] for e in slices} == phases
+        assert f"wrote {file}" in result.err
+        file.unlink()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -218,6 +235,18 @@ def test_opt_runs_the_passes_named(cli, tmp_path: Path) -> None:
     chosen = cli("opt", file, "-p", "canonicalize, select", "--reasons")
     assert " by {" in chosen.out
     assert "select main: " in chosen.err
+
+
+def test_opt_reads_a_test_case(cli) -> None:
+    """The first half, by the passes and for the machine that its header names."""
+    cases = Path(__file__).parent.parent / "passes" / "cases"
+    case = cases / "fuse" / "on_a_gpu.mir"
+    before, _, after = case.read_text().partition("# -----\n")
+    assert "hw: 1xh200" in before
+    result = cli("opt", case)
+    assert result.code == 0, result.err
+    assert re.findall(r"fused\[\w+\]", result.out) == re.findall(r"fused\[\w+\]", after) != []
+    assert "fused" not in cli("opt", case, "-p", "canonicalize").out
 
 
 def test_opt_gives_a_module_back_as_it_was(cli, plan: Path) -> None:

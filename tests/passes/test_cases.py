@@ -5,32 +5,16 @@ what the passes make of it.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from pass_oracle import PASSES, assert_same_numbers, parse_any, print_any, target_for
 
+from metainfer.compiler.by_hand import CASE_LINE, Case, read_case
 from metainfer.ir.graph import Module
 from metainfer.ir.verify import verify_module
 
 CASES = Path(__file__).parent / "cases"
-LINE = "# -----\n"
-
-
-@dataclass(frozen=True)
-class Case:
-    header: dict[str, str]
-    before: str
-    after: str
-
-    @staticmethod
-    def read(path: Path) -> "Case":
-        text = path.read_text()
-        before, _, after = text.partition(LINE)
-        first = before.splitlines()[0]
-        pairs = re.findall(r"(\w+): ([\w,]+)", first)
-        return Case(dict(pairs), before, after)
 
 
 def run(case: Case) -> tuple[Module, Module, str]:
@@ -57,11 +41,11 @@ def test_every_folder_is_a_pass_and_none_is_empty() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_case(path: Path, update_golden: bool) -> None:
-    case = Case.read(path)
+    case = read_case(path.read_text())
     before, after, text = run(case)
     if update_golden:
-        path.write_text(case.before + LINE + text)
-        case = Case.read(path)
+        path.write_text(case.before + CASE_LINE + text)
+        case = read_case(path.read_text())
     assert text == case.after
     assert parse_any(text) == after
     assert_same_numbers(before, after)

@@ -10,6 +10,7 @@ from metainfer.cli.options import (
     OtherCheckpoint,
     PlanPath,
     Threads,
+    TraceFile,
     WeightsPath,
     check_plan_path,
 )
@@ -31,6 +32,7 @@ def bench(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="for a module: a size that varies; may be repeated"),
     ] = None,
+    trace: TraceFile = None,
     threads: Threads = 0,
     weights: WeightsPath = None,
     allow_machine_mismatch: Mismatch = False,
@@ -39,7 +41,8 @@ def bench(
 ) -> None:
     """Measure a plan: prefill and decode apart, medians, with prediction and roofline.
 
-    Prompts are random and new in each run; every prompt is computed in full, none from a cache.
+    Prompts are random and new in each run; every prompt is computed in full, none from a cache. A
+    trace is made of one more run, which does not count.
 
     Example: metainfer bench plans/smollm2-cpu --prompt-tokens 512 --new-tokens 64
     """
@@ -47,7 +50,7 @@ def bench(
     sizes = _read_sizes(size)
     with progress(f"bench {plan}") as show:
         show("loading")
-        from metainfer.cli.measure import bench_language_model, bench_module
+        from metainfer.cli.measure import bench_language_model, bench_module, traced_run
         from metainfer.runtime.load import load
 
         model = load(
@@ -60,10 +63,17 @@ def bench(
             found = bench_language_model(model, prompt_tokens, new_tokens, batch, repeat, show)
         else:
             found = bench_module(model, sizes, repeat, show)
+        if trace is not None:
+            show("tracing one more run")
+        events = traced_run(model, prompt_tokens, new_tokens, batch, sizes) if trace else []
     if as_json:
         print_json(_plain(model, found))
     else:
         _print(model, found)
+    if trace is not None:
+        from metainfer.cli.tracing import save_trace
+
+        save_trace(model, events, trace)
 
 
 def _read_sizes(texts: list[str] | None) -> dict[str, int]:

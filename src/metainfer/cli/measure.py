@@ -10,12 +10,15 @@ import numpy as np
 import torch
 
 from metainfer.backends.registry import installed
+from metainfer.cli.tracing import TracingRunner, trace_call
 from metainfer.compiler.predict import predict_step
 from metainfer.ir.dtypes import Scalar
 from metainfer.ir.errors import CapacityError, MetainferError
 from metainfer.runtime.engine import Engine
 from metainfer.runtime.load import LoadedModel
+from metainfer.runtime.runner import StepRunner
 from metainfer.runtime.sampling import SamplingParams
+from metainfer.runtime.trace import TraceEvent
 
 Show = Callable[[str], None]
 
@@ -101,7 +104,19 @@ def bench_language_model(
     ]
 
 
-def _run(model: LoadedModel, prompts: Sequence[list[int]], new_tokens: int) -> dict[str, _Phase]:
+def traced_run(
+    model: LoadedModel, prompt_tokens: int, new_tokens: int, batch: int, sizes: Mapping[str, int]
+) -> list[TraceEvent]:
+    """One more run of a workload, every group timed by itself; arguments as of the benches."""
+    if not model.is_language_model:
+        return trace_call(model, random_inputs(model, _call_sizes(model, sizes)))
+    tracer = TracingRunner(model)
+    prompts = np.random.default_rng().integers(0, model.vocab_size, (batch, prompt_tokens))
+    _run(tracer, prompts.tolist(), new_tokens)
+    return tracer.events
+
+
+def _run(model: StepRunner, prompts: Sequence[list[int]], new_tokens: int) -> dict[str, _Phase]:
     """One run; decode steps while a prompt is still being computed are not counted."""
     engine = Engine(model, end_ids=())
     params = SamplingParams(max_tokens=new_tokens)

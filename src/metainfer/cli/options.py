@@ -27,6 +27,15 @@ OtherCheckpoint = Annotated[
         help="take other weights of the same model than the plan was compiled with",
     ),
 ]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE.json",
+        envvar="METAINFER_TRACE",
+        help="write measured beside predicted times, for Perfetto",
+    ),
+]
 WeightFormat = Annotated[
     str, typer.Option("--weights", metavar="FORMAT", help=f"of weights: {', '.join(WEIGHTS)}")
 ]

@@ -13,6 +13,7 @@ from metainfer.cli.options import (
     OtherCheckpoint,
     PlanPath,
     Threads,
+    TraceFile,
     WeightsPath,
     check_plan_path,
 )
@@ -57,14 +58,7 @@ def run(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.npz", help="for a module: where results go")
     ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            envvar="METAINFER_TRACE",
-            help="write measured beside predicted times, for Perfetto",
-        ),
-    ] = None,
+    trace: TraceFile = None,
     threads: Threads = 0,
     weights: WeightsPath = None,
     allow_machine_mismatch: Mismatch = False,

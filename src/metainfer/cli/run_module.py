@@ -31,9 +31,9 @@ def run_module(
     if output is not None:
         _write(output, arrays)
     if trace is not None:
-        from metainfer.cli.tracing import trace_call
+        from metainfer.cli.tracing import save_trace, trace_call
 
-        trace_call(model, tensors, trace)
+        save_trace(model, trace_call(model, tensors), trace)
     shapes: dict[str, Any] = {
         name: {"shape": list(a.shape), "dtype": str(a.dtype)} for name, a in arrays.items()
     }

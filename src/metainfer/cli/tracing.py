@@ -51,15 +51,15 @@ class TracingRunner:
         return executor.output(0, env).float().cpu().numpy()
 
 
-def trace_call(model: LoadedModel, tensors: Sequence[torch.Tensor], file: Path) -> None:
-    """Trace one call of a module and write it."""
+def trace_call(model: LoadedModel, tensors: Sequence[torch.Tensor]) -> list[TraceEvent]:
+    """Trace one call of a module."""
     executor = model.executor("call")
     env: dict[str, int] = {}
     for value, tensor in zip(executor.flat.inputs, tensors, strict=True):
         unify(value, tuple(tensor.shape), env)
     for index, tensor in enumerate(tensors):
         executor.input(index, env).copy_(tensor)
-    save_trace(model, _events(model, "call", executor.trace(env), env, 0.0), file)
+    return _events(model, "call", executor.trace(env), env, 0.0)
 
 
 def save_trace(model: LoadedModel, events: Sequence[TraceEvent], file: Path) -> None:
