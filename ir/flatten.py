@@ -105,6 +105,14 @@ class _Flattener:
         self.states: dict[str, Value] = {}
         self.state_of: dict[str, str] = {}
         self.number = 0
+        self.taken = {v.name for v in module.main.inputs}
+
+    def fresh_name(self) -> str:
+        """A name that no value has: inputs keep theirs, which may be numbers too."""
+        while f"%{self.number}" in self.taken:
+            self.number += 1
+        self.number += 1
+        return f"%{self.number - 1}"
 
     def inline(
         self, graph: Graph, binding: Binding, inputs: tuple[Value, ...], place: str
@@ -138,8 +146,7 @@ class _Flattener:
             return
         results = []
         for value in op.results:
-            fresh = Value(f"%{self.number}", value.type)
-            self.number += 1
+            fresh = Value(self.fresh_name(), value.type)
             names[value.name] = fresh
             results.append(fresh)
             if value.is_state:

@@ -253,7 +253,10 @@ def _executors(
     }
     where = torch.device("cuda" if device.kind == "gpu" else "cpu")
     highs = _highs(modules.values())
-    storage = Storage(max(a.size for a in arenas.values()), highs, where, model.max_context)
+    storage = Storage(
+        max(a.size for a in arenas.values()), highs, where, model.max_context,
+        has_step=any(m.has_step for m in modules.values()),
+    )  # fmt: skip
     model._storage = storage
     store = WeightStore(provider, backends)
     for phase, module in modules.items():

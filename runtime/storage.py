@@ -25,11 +25,13 @@ class Storage:
         limits: upper bounds of the size symbols over all phases.
         device: where tensors live.
         positions: rows of the rope tables.
+        has_step: whether the plan reads the step record.
     """
 
     def __init__(
-        self, arena_bytes: int, limits: Mapping[str, int], device: torch.device, positions: int
-    ) -> None:
+        self, arena_bytes: int, limits: Mapping[str, int], device: torch.device, positions: int,
+        *, has_step: bool,
+    ) -> None:  # fmt: skip
         self.device = device
         # One spare line, so that the first buffer starts on a cache line.
         self._raw = _zeros((arena_bytes + 64,), torch.uint8, device)
@@ -39,7 +41,7 @@ class Storage:
         self.states: dict[str, dict[str, torch.Tensor]] = {}
         self._positions = positions
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        fields = STEP_FIELDS if "T" in limits else {}
+        fields = STEP_FIELDS if has_step else {}
         self._step = {
             name: torch.zeros(_most(name, limits), dtype=torch.int32, device=device)
             for name in fields

@@ -349,6 +349,14 @@ def test_equal_names_want_equal_sizes() -> None:
         model(seeded((2, 3, 10)), seeded((4, 5, 6)))
 
 
+def test_sizes_may_be_named_as_those_of_a_step() -> None:
+    """T and B are sizes of language models' steps; here they are any names."""
+    module = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+    for name in ("T", "B", "P", "R"):
+        model = compiled(module, (seeded((3, 8)),), ((name,),))
+        check(model, module, (seeded((5, 8), 1),))
+
+
 def test_a_product_of_two_varying_sizes_is_refused_with_its_line() -> None:
     with pytest.raises(Unsupported, match=r"(B\*S|S\*B) is not affine") as caught:
         compiled(FlatEinsum(), (seeded((2, 3, 10)),), (("B", "S"),))

@@ -97,3 +97,16 @@ def test_reuse_saves_memory() -> None:
     main = Graph("main", (x,), ops=tuple(builder.ops), outputs=(value,))
     module = Module("m", (Symbol("T", 1, 4),), graphs=(main,))
     assert plan_arena(flatten(module), module.limits()).size == 2 * 4 * 64 * 4
+
+
+def test_inputs_whose_names_are_numbers_keep_storage_of_their_own() -> None:
+    """Results are numbered anew in the flat list, past the names that inputs have."""
+    builder = Builder(start=3)
+    inputs = tuple(Value(name, tensor(F32, "T", 8)) for name in ("%0", "%2", "%1"))
+    total = builder.emit("add", builder.emit("add", inputs[0], inputs[1]), inputs[2])
+    main = Graph("main", inputs, ops=tuple(builder.ops), outputs=(total,))
+    module = Module("m", (Symbol("T", 1, 7),), graphs=(main,))
+    flat = flatten(module)
+    assert [item.op.result.name for item in flat.ops] == ["%3", "%4"]
+    buffers = plan_arena(flat, module.limits()).buffers
+    assert buffers["%0"].offset != buffers["%3"].offset != buffers["%1"].offset
