@@ -79,17 +79,23 @@ class ManyRanks:
         self.states = [zero_states(module, pages, page) for _ in range(count)]
 
     def run(self, steps: Sequence[tuple[np.ndarray, Step]]) -> list[np.ndarray]:
-        """One (tokens, step) for each replica -> outputs of each; its ranks must agree."""
+        """One (tokens, step) for each replica -> first output of each; its ranks must agree."""
+        return [found[0] for found in self.run_all([([x], step) for x, step in steps])]
+
+    def run_all(self, steps: Sequence[tuple[Sequence[np.ndarray], Step]]) -> list[list[np.ndarray]]:
+        """One (inputs, step) for each replica -> all outputs of each; its ranks must agree."""
         axes = dict(self.module.mesh.axes)
         numbers = axis_numbers(self.module.mesh, "dp") if "dp" in axes else [0] * len(self.states)
         given = [
-            RankInput([steps[n][0]], steps[n][1], states)
+            RankInput(list(steps[n][0]), steps[n][1], states)
             for n, states in zip(numbers, self.states, strict=True)
         ]
         results = simulate(self.module, given, self.weights)
         self.states = [dict(r.states) for r in results]
-        outputs: dict[int, np.ndarray] = {}
+        outputs: dict[int, list[np.ndarray]] = {}
         for number, result in zip(numbers, results, strict=True):
-            known = outputs.setdefault(number, result.outputs[0])
-            np.testing.assert_array_equal(known, result.outputs[0])
+            for known, got in zip(
+                outputs.setdefault(number, list(result.outputs)), result.outputs, strict=True
+            ):
+                np.testing.assert_array_equal(known, got)
         return [outputs[n] for n in sorted(outputs)]

@@ -1,0 +1,150 @@
+"""Whole plans of several ranks, simulated: every layout gives what the plan of one rank gives.
+
+The compiled text of every stage and phase is interpreted on all its ranks at once, after all
+passes: sharding, fusion, layouts of weights and choices of kernels are those of the plan.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_steps import Step, decode_step, prefill_step
+from ranks import ManyRanks, OneRank
+
+import metainfer
+from metainfer.hardware import load_machine
+from metainfer.hardware.machine import Machine
+from metainfer.ir.errors import Unsupported
+from metainfer.ir.plan import Plan
+from metainfer.models.decoder import Decoder, decoder_spec
+from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
+
+PAGES, RANKS = 12, 8
+DENSE = DecoderConfig(
+    hidden=32, layers=3, heads=8, kv_heads=2, head_dim=8, intermediate=64, vocab=64,
+    max_positions=64, qkv_bias=True,
+)  # fmt: skip
+SPARSE = dataclasses.replace(
+    DENSE, qkv_bias=False, qk_norm=True, kv_heads=4, experts=ExpertsConfig(8, 3, 16)
+)
+CONFIGS = {"dense": DENSE, "sparse": SPARSE}
+
+
+@cache
+def cpus() -> Machine:
+    """The machine of 2xcpu.toml with eight ranks."""
+    two = load_machine("2xcpu")
+    devices = tuple(
+        dataclasses.replace(two.devices[0], name=f"cpu{i}", rank=i) for i in range(RANKS)
+    )
+    links = tuple(
+        dataclasses.replace(two.links[0], name=f"cpu{i}-socket0", ends=(f"cpu{i}", "socket0"))
+        for i in range(RANKS)
+    )
+    return dataclasses.replace(two, name="8xcpu", devices=devices, links=links)
+
+
+@cache
+def weights_of(kind: str) -> Mapping[str, np.ndarray]:
+    torch.manual_seed(5)
+    model = Decoder(CONFIGS[kind]).eval()
+    return {k: v.numpy() for k, v in model.state_dict().items()}
+
+
+@cache
+def plan_of(kind: str, pp: int, dp: int, tp: int, ep: int, weights: str = "f32") -> Plan:
+    return metainfer.compile(
+        decoder_spec("small", CONFIGS[kind]), cpus(), activations="f32", weights=weights,
+        exact=True, max_tokens=16, max_sequences=4, page_size=16, pp=pp, dp=dp, tp=tp, ep=ep,
+    )  # fmt: skip
+
+
+class Stages:
+    """All stages of a plan, one after another, each on its simulated ranks."""
+
+    def __init__(self, plan: Plan, kind: str) -> None:
+        self.phases = {
+            phase: [
+                ManyRanks(plan.module(phase, stage), weights_of(kind).__getitem__, PAGES, 16)
+                for stage in range(plan.layout.pp)
+            ]
+            for phase in plan.phases
+        }
+
+    def run(self, phase: str, steps: Sequence[tuple[np.ndarray, Step]]) -> list[np.ndarray]:
+        values: list[list[np.ndarray]] = [[tokens] for tokens, _ in steps]
+        for number, stage in enumerate(self.phases[phase]):
+            values = stage.run_all([(v, s) for v, (_, s) in zip(values, steps, strict=True)])
+            for other in self.phases.values():
+                other[number].states = stage.states
+        return [v[0] for v in values]
+
+
+@cache
+def reference(kind: str, replica: int, lengths: tuple[int, ...]) -> list[np.ndarray]:
+    plan = plan_of(kind, 1, 1, 1, 1)
+    one = OneRank(plan.module("prefill"), weights_of(kind).__getitem__, PAGES, 16)
+    tokens, step = prefill_step(lengths, replica, 16)
+    results = [one.run(tokens, step)]
+    one.module = plan.module("decode")
+    tokens, step = decode_step(lengths, replica, 16)
+    return [*results, one.run(tokens, step)]
+
+
+LAYOUTS = [
+    ("dense", 1, 1, 2, 1),
+    ("dense", 1, 1, 8, 1),
+    ("dense", 3, 1, 2, 1),
+    ("dense", 1, 2, 4, 1),
+    ("dense", 2, 2, 2, 1),
+    ("sparse", 1, 1, 4, 1),
+    ("sparse", 1, 1, 4, 4),
+    ("sparse", 1, 4, 1, 4),
+    ("sparse", 2, 2, 2, 4),
+    ("sparse", 1, 2, 2, 2),
+]
+
+
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
+)
+def test_simulated_ranks_of_a_plan_compute_what_one_rank_computes(
+    layout: tuple[str, int, int, int, int], lengths: tuple[int, ...]
+) -> None:
+    kind, pp, dp, tp, ep = layout
+    stages = Stages(plan_of(kind, pp, dp, tp, ep), kind)
+    prefill = [prefill_step(lengths, n, 16) for n in range(dp)]
+    decode = [decode_step(lengths, n, 16) for n in range(dp)]
+    got = [stages.run("prefill", prefill), stages.run("decode", decode)]
+    for replica in range(dp):
+        for phase, wanted in enumerate(reference(kind, replica, lengths)):
+            np.testing.assert_allclose(got[phase][replica], wanted, atol=5e-5, rtol=5e-5)
+
+
+def test_a_rank_holds_its_part_of_the_weights() -> None:
+    whole = plan_of("sparse", 1, 1, 1, 1).capacity()["terms"][0]["bytes"]
+    for layout, most in (((1, 1, 4, 4), 0.35), ((2, 2, 2, 4), 0.25)):
+        part = plan_of("sparse", *layout).capacity()["terms"][0]["bytes"]
+        assert part < most * whole
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"tp": 16}, "one rank a device"),
+        ({"pp": 4}, "a stage holds one block"),
+        ({"tp": 2, "dp": 2, "ep": 3}, "ep is 1, tp, dp or dp"),
+        ({"tp": 3}, "tp = 3 shards nothing"),
+    ],
+)
+def test_a_forbidden_layout_names_its_rule(asked: dict[str, int], rule: str) -> None:
+    fixed = {"pp": 0, "dp": 0, "tp": 0, "ep": 0, **asked}
+    with pytest.raises(Unsupported) as caught:
+        plan_of("sparse", **fixed)
+    assert rule in f"{caught.value.what}\n{caught.value.text}"
