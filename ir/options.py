@@ -11,7 +11,7 @@ class OptionError(MetainferError):
 
 
 ACTIVATIONS = ("auto", "f32", "bf16")
-WEIGHTS = ("auto", "keep", "f32", "bf16", "int8", "int4")
+WEIGHTS = ("auto", "keep", "f32", "bf16", "int8", "int4", "fp8", "mxfp4")
 KV = ("auto", "f32", "bf16")
 
 
@@ -21,8 +21,10 @@ class Options:
 
     Attributes:
         activations: element type between ops; "auto" is what the device computes fastest.
-        weights: "auto" keeps the checkpoint's format where the device has a kernel for it; "keep"
-            insists; "f32" and "bf16" dequantize; "int8" and "int4" quantize linears (lossy).
+        weights: "auto" keeps the checkpoint's format where the device has a kernel for it, and
+            weighs fp8 and MXFP4 against conversions that lose nothing; "keep" insists; "f32" and
+            "bf16" dequantize; "int8", "int4", "fp8" and "mxfp4" quantize linears and experts
+            (lossy).
         exact: whether kernels may add no rounding of their own (int8 activations, say).
         kv: element type of cached keys and values.
         max_tokens: largest step of a prefill, in tokens (the chunk).

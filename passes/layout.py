@@ -3,16 +3,17 @@
     before: linear(%x, @w: i8/32:f16[64,64])            $kv : pages(...) per token
     after:  linear(%x, @w: ... as "cpu.i8g32_n16")      $kv : pages(...) per token page 16
 
-The packing is that of the kernels that lose least over the sizes of the phase; a weight that two
-uses want in two packings is held twice, and the report says what the copy costs. Page sizes are
-chosen jointly: the one that most kernels take, raised or lowered before a fast one is given up.
+The packing is that of the kernels that lose least over the sizes of the phase, or of those that fit
+the device; a weight that two uses want in two packings is held twice, and the report says what the
+copy costs. Page sizes are chosen jointly: the one that most kernels take, raised or lowered before
+a fast one is given up.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from metainfer.backends.kernel import Kernel, Query
+from metainfer.backends.kernel import Query
 from metainfer.ir.graph import Graph, Module, Op, Value
 from metainfer.ir.types import StateType, TensorType
 from metainfer.passes.candidates import (
@@ -24,59 +25,49 @@ from metainfer.passes.candidates import (
     sample_sizes,
     strided_of,
 )
+from metainfer.passes.packings import Packings, Place, fitting, packings_of
 from metainfer.passes.target import Decision, Target
 from metainfer.passes.weights import LoadEditor
 
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_PAGE = 16
-# Packings by operand: what two kernels must share to read one copy of a weight.
-_Key = tuple[tuple[int, str], ...]
 
 
 def layout(module: Module, target: Target) -> Module:
     """Choose page sizes, then packings."""
     module = _choose_pages(module, target)
+    chosen = fitting(module, _quick(module, target), target)
     for name in [g.name for g in module.graphs]:
-        module = _pack_graph(module, name, target)
+        module = _pack_graph(module, name, target, chosen)
     return module
 
 
 # --- packings ----------------------------------------------------------------------------------
 
 
-def _pack_graph(module: Module, name: str, target: Target) -> Module:
+def _quick(module: Module, target: Target) -> dict[Place, Packings]:
+    """The cheapest packings of every group that reads weights."""
+    found: dict[Place, Packings] = {}
+    for graph in module.graphs:
+        strided = strided_of(graph)
+        for number, op in enumerate(graph.ops):
+            if needs_kernel(op) and any(v.is_weight for v in op.operands):
+                found[graph.name, number] = packings_of(op, target, module.limits(), strided)
+    return found
+
+
+def _pack_graph(
+    module: Module, name: str, target: Target, chosen: Mapping[Place, Packings]
+) -> Module:
     graph = module.graph(name)
-    strided = strided_of(graph)
     wanted: dict[tuple[str, str], list[int]] = {}
-    ops = list(graph.ops)
-    for number, op in enumerate(ops):
-        if not needs_kernel(op) or not any(v.is_weight for v in op.operands):
-            continue
-        for weight, packing in _packings(op, target, module.limits(), strided).items():
-            wanted.setdefault((weight, packing), []).append(number)
+    for (where, number), packings in chosen.items():
+        if where == name:
+            for weight, packing in packings.items():
+                wanted.setdefault((weight, packing), []).append(number)
     if not wanted:
         return module
     return _apply(module, graph, wanted, target)
-
-
-def _packings(
-    op: Op, target: Target, limits: Mapping[str, tuple[int, int]], strided: frozenset[str]
-) -> dict[str, str]:
-    """Weight -> packing that is cheapest for the group; for its parts where no kernel takes it."""
-    query = query_of(op, target, limits, strided)
-    is_split = op.body is not None and not any(
-        c.is_usable for c in candidates_of(op, query, target)
-    )
-    if op.body is None or not is_split:
-        best = cheapest_layouts(op, target, limits, strided)
-        return {op.operands[i].name: p for i, p in best.items() if p and op.operands[i].is_weight}
-    outer = {p.name: v for p, v in zip(op.body.inputs, op.operands, strict=True)}
-    found: dict[str, str] = {}
-    for part in op.body.ops:
-        named = replace(part, operands=tuple(outer.get(v.name, v) for v in part.operands))
-        if needs_kernel(named):
-            found |= _packings(named, target, limits, strided)
-    return found
 
 
 def _apply(
@@ -137,39 +128,6 @@ def _retyped(body: Graph, changed: Mapping[str, Value]) -> Graph:
             replace(o, operands=tuple(changed.get(v.name, v) for v in o.operands)) for o in body.ops
         ),
     )
-
-
-def cheapest_layouts(
-    op: Op, target: Target, limits: Mapping[str, tuple[int, int]], strided: frozenset[str]
-) -> dict[int, str]:
-    """Operand -> packing of the kernels that lose least to the best ones over the phase's sizes.
-
-    Each size counts alike: were it the time in sum, the largest steps of a prefill would decide
-    alone, and decode, which reads the weights again for every token, would want another copy.
-    """
-    query = query_of(op, target, limits, strided)
-    usable = [c for c in candidates_of(op, query, target) if c.is_usable]
-    groups: dict[_Key, list[Candidate]] = {}
-    for candidate in usable:
-        groups.setdefault(_key(candidate.kernel), []).append(candidate)
-    if not groups:
-        return {}
-    sizes = sample_sizes(target, limits)
-    prices = {
-        key: [min(cost_of(c, query, target, env).seconds for c in members) for env in sizes]
-        for key, members in groups.items()
-    }
-    least = [min(at_size) for at_size in zip(*prices.values(), strict=True)]
-
-    def slowdown(key: _Key) -> tuple[bool, float]:
-        is_generic = all(c.kernel.generic for c in groups[key])
-        return is_generic, sum(p / best for p, best in zip(prices[key], least, strict=True))
-
-    return dict(sorted(groups, key=slowdown)[0])
-
-
-def _key(kernel: Kernel) -> _Key:
-    return tuple(sorted((i, name) for i, name in kernel.layouts.items() if name))
 
 
 # --- pages -------------------------------------------------------------------------------------

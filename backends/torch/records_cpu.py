@@ -14,7 +14,7 @@ from metainfer.backends.kernel import (
     operand_count,
     weight_operand,
 )
-from metainfer.backends.torch import library_attention, library_linear
+from metainfer.backends.torch import library_attention, library_linear, library_moe
 from metainfer.backends.torch.call import TorchBinder
 from metainfer.backends.torch.codes import is_codes_format
 from metainfer.backends.torch.constraints import (
@@ -39,6 +39,7 @@ BF16_STEP = 2.0**-8
 CPU = device_kind("cpu")
 BF16 = any_feature("avx512_bf16", "amx_bf16")
 WEIGHT = weight_operand(1)
+WEIGHTS = weight_operand(3)
 EPYC = "an AVX2 EPYC, 2 threads: "
 XEON = "a Xeon with AMX, 2 threads: "
 
@@ -55,7 +56,8 @@ ATTENTION = Efficiency(0.35, 0.5, source=XEON + "18 GB/s with the gathers, 78-15
 
 def register_cpu(kernels: Registry) -> None:
     """Register what CPU libraries offer for linears and attention."""
-    for kernel in (*_dense_linears(), *_mkldnn(), *_quantized(), *_codes(), *_attention()):
+    made = (_dense_linears, _mkldnn, _quantized, _codes, _experts, _attention)
+    for kernel in (k for make in made for k in make()):
         kernels.add(kernel)
 
 
@@ -222,6 +224,39 @@ def _codes() -> tuple[Kernel, ...]:
                 efficiency=efficiency,
                 launches=8,
                 binder=TorchBinder(library_linear.linear_codes),
+            )
+        )
+    return tuple(made)
+
+
+def _experts() -> tuple[Kernel, ...]:
+    """Experts whose weights no C++ kernel reads: widened when loaded, or at each call."""
+    run, here = TorchBinder(library_moe.experts), (CPU, dtype(0, "f32"), dtype(2, "f32"))
+    weights = (WEIGHTS, same_dtype(3, 4, 5))
+    made = [
+        Kernel(
+            "torch.experts_dequantized_f32",
+            "experts",
+            "torch",
+            requires=(*here, narrower(3), *weights),
+            layouts=dict.fromkeys((3, 4, 5), "torch.dense_f32"),
+            efficiency=SGEMM,
+            launches=16,
+            binder=run,
+        )
+    ]
+    for element, efficiency in CODES.items():
+        codes = format_is(3, f"{element} codes without offsets", _has_codes(element))
+        made.append(
+            Kernel(
+                f"torch.experts_codes_{element}",
+                "experts",
+                "torch",
+                requires=(*here, codes, *weights),
+                layouts=dict.fromkeys((3, 4, 5), "torch.codes"),
+                efficiency=efficiency,
+                launches=24,
+                binder=run,
             )
         )
     return tuple(made)

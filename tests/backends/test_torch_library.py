@@ -61,7 +61,7 @@ def test_every_single_call_was_tried() -> None:
         tried |= {k.name for k in KERNELS.candidates(op.name) if not k.refusals(query(op))}
     own = {
         name for name in SINGLE
-        if name.startswith(("torch.linear_", "torch.sdpa", "torch.attention_"))
+        if name.startswith(("torch.linear_", "torch.experts_", "torch.sdpa", "torch.attention_"))
     }  # fmt: skip
     assert set(SINGLE) - own - tried == {"torch.embedding", "torch.kv_write"}
 
@@ -112,6 +112,23 @@ DENSE: list[tuple[str, Case, str]] = [
 )
 def test_products_and_attentions(name: str, case: Case, float_type: str) -> None:
     run(KERNELS.get(name), *build(case, float_type, weights=[1]))
+
+
+EXPERTS = [
+    ("torch.experts_dequantized_f32", "f8e4m3/16x16:f32"),
+    ("torch.experts_dequantized_f32", "f4e2m1/32:f8e8m0"),
+    ("torch.experts_codes_f8e4m3", "f8e4m3/16x16:f32"),
+    ("torch.experts_codes_f8e4m3", "f8e4m3/tensor:f32"),
+    ("torch.experts_codes_f4e2m1", "f4e2m1/32:f8e8m0"),
+]
+
+
+@pytest.mark.parametrize(("name", "format"), EXPERTS)
+def test_experts_of_float_codes(name: str, format: str) -> None:
+    stacks = [weight(format, 4, 24, 40), weight(format, 4, 24, 40), weight(format, 4, 40, 24)]
+    chosen = ints(7, 2, low=-1, high=4)
+    specs = [floats(7, 40), chosen, floats(7, 2), *stacks]
+    run(KERNELS.get(name), *build(("experts", specs, {}), "f32", weights=[3, 4, 5]))
 
 
 ATTENTIONS: list[dict[str, Any]] = [{}, {"window": 3}, {"window": 50, "scale": 0.3}]
