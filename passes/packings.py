@@ -6,7 +6,7 @@ cheapest packings are too much for the device, they are weighed again by time an
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from metainfer.backends.kernel import Kernel
@@ -21,7 +21,7 @@ from metainfer.passes.candidates import (
     strided_of,
 )
 from metainfer.passes.target import Decision, Target
-from metainfer.passes.weight_options import choose_within, packing_options, weight_budget
+from metainfer.passes.weight_options import Option, choose_within, packing_options, weight_budget
 
 Limits = Mapping[str, tuple[int, int]]
 Packings = dict[str, str]  # weight -> name of its packing
@@ -107,20 +107,32 @@ def fitting(
     limits, calls = module.limits(), _calls(module)
     places, options, counts = [], [], []
     strided = {graph.name: strided_of(graph) for graph in module.graphs}
-    for name, number in quick:
+    for (name, number), packings in quick.items():
         for part in parts_of(module.graph(name).ops[number], target, limits, strided[name]):
             weights = [i for i, v in enumerate(part.operands) if v.is_weight]
             found = packing_options(part, weights, target, limits) if weights else ()
+            names = [part.operands[i].name for i in weights]
+            found = _narrower(found, tuple(packings.get(n, "") for n in names))
             if found:
-                places.append(((name, number), [part.operands[i].name for i in weights]))
+                places.append(((name, number), names))
                 options.append(found)
                 counts.append(calls[name])
+    if all(len(o) == 1 for o in options):
+        return dict(quick)
     chosen = choose_within(options, counts, budget)
     made: dict[Place, Packings] = {place: {} for place in quick}
     for (place, names), option in zip(places, chosen, strict=True):
         made[place] |= {n: p for n, p in zip(names, option.packings, strict=True) if p}
     _report(total, _total(module, made, target), budget, target)
     return made
+
+
+def _narrower(options: Sequence[Option], taken: tuple[str, ...]) -> tuple[Option, ...]:
+    """The packings taken, and those that are narrower, not just less padded."""
+    now = next((o for o in options if o.packings == taken), None)
+    if now is None:
+        return tuple(options)
+    return (now, *(o for o in options if o.bytes * 1.1 < now.bytes))
 
 
 def _calls(module: Module) -> Counter[str]:
