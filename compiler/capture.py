@@ -20,6 +20,7 @@ from torch._decomp import get_decompositions
 
 from metainfer.compiler.aten import ATEN
 from metainfer.compiler.blocks import Flat, split_blocks
+from metainfer.compiler.known_experts import replaced_experts
 from metainfer.compiler.lowering import (
     Lowering,
     fake,
@@ -150,11 +151,23 @@ def _trace(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], dynamic: tuple[Any, ...]
 ) -> tuple[torch.export.ExportedProgram, Repeats]:
     """Export with like layers traced once, or each where they are called more than once."""
-    with repeated(model) as repeats:
-        program = _export(model, inputs, dynamic)
-    if repeats.is_sound:
-        return program, repeats
-    return _export(model, inputs, dynamic), Repeats()
+    with replaced_experts(model) as left:
+        try:
+            with repeated(model) as repeats:
+                program = _export(model, inputs, dynamic)
+            if repeats.is_sound:
+                return program, repeats
+            return _export(model, inputs, dynamic), Repeats()
+        except Unsupported as error:
+            raise _with_notes(error, left) from error
+
+
+def _with_notes(error: Unsupported, left: Sequence[str]) -> Unsupported:
+    """The error, saying too which modules look like experts but are none that is known."""
+    if not left:
+        return error
+    text = "\n".join([error.text, *(f"not replaced: {note}" for note in left)]).strip()
+    return Unsupported(error.what, text=text, origin=error.origin, advice=error.advice)
 
 
 def _export(

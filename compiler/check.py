@@ -4,6 +4,7 @@ Sizes are small and numbers random; a model of real width is too slow for numpy,
 with the check on is the model's tiny form.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Binding, Module
 from metainfer.ir.interpret import Result, StateArrays, interpret
 from metainfer.ir.types import TensorType
+from metainfer.runtime.checkpoint.stacked import is_stacked, member, stack
 
 _PAGE = 4  # tokens of a page, where the layout pass has not chosen yet
 # Largest difference relative to the largest value, by the narrowest type that activations take.
@@ -45,6 +47,10 @@ def pass_checker(
     types = _checkpoint_types(module)
 
     def weight(name: str) -> np.ndarray | BlockArray:
+        if name not in types and is_stacked(name):
+            # A pass put tensors together that were apart.
+            numbers = itertools.takewhile(lambda n: member(name, n) in types, itertools.count())
+            return stack([weight(member(name, n)) for n in numbers])
         if name not in drawn:
             drawn[name] = _random_weight(rng, types[name])
         return drawn[name]

@@ -34,7 +34,13 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float8_e5m2: "f8e5m2",
 }
 # Frames of these are never the user's model.
-_LIBRARY = ("/torch/", "torch/fx/", "/models/functional.py", "/transformers/")
+_LIBRARY = (
+    "/torch/",
+    "torch/fx/",
+    "/models/functional.py",
+    "/compiler/known_experts.py",
+    "/transformers/",
+)
 
 
 def scalar_name(dtype: torch.dtype, what: str = "a tensor") -> str:

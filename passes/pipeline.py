@@ -18,6 +18,7 @@ from metainfer.passes.layout import layout
 from metainfer.passes.localize import localize
 from metainfer.passes.merge_linears import merge_linears
 from metainfer.passes.quantize import quantize
+from metainfer.passes.raise_experts import raise_experts
 from metainfer.passes.raise_ops import raise_ops
 from metainfer.passes.seam import seam
 from metainfer.passes.select import select
@@ -36,6 +37,7 @@ class Pass:
 PIPELINE: tuple[Pass, ...] = (
     Pass("raise", raise_ops),
     Pass("canonicalize", canonicalize),
+    Pass("raise_experts", raise_experts),
     Pass("quantize", quantize),
     Pass("shard", shard),
     Pass("localize", localize),

@@ -20,7 +20,7 @@ from metainfer.ir.interpret import as_reference_input, round_to
 from metainfer.ir.ops.record import RAW, op_def
 from metainfer.ir.types import TensorType
 from metainfer.runtime.checkpoint import TensorSource
-from metainfer.runtime.checkpoint.stacked import is_stacked, member
+from metainfer.runtime.checkpoint.stacked import is_stacked, member, stack
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Provider = Callable[[str], Array | BlockArray]
@@ -105,13 +105,27 @@ class CheckpointProvider:
         """A tensor whole."""
         if name in self.constants:
             return self.constants[name]
+        if self._is_renamed_apart(name):
+            numbers = takewhile(lambda n: member(name, n) in self.renames, count())
+            return stack([self(member(name, n)) for n in numbers])
         return self.source.read(self.renames.get(name, name))
+
+    def _is_renamed_apart(self, name: str) -> bool:
+        """Whether tensors that a pass stacked have names of their own in the checkpoint."""
+        return is_stacked(name) and name not in self.renames and member(name, 0) in self.renames
 
     def part(self, name: str, dim: int, start: int, stop: int) -> Array | BlockArray:
         """Elements ``start:stop`` of one dim; only their bytes are read."""
         if name in self.constants:
             index = (slice(None),) * dim + (slice(start, stop),)
             return cast(Array, self.constants[name][index])
+        if self._is_renamed_apart(name):
+            members = [member(name, n) for n in range(start, stop)]
+            if dim:
+                numbers = takewhile(lambda n: member(name, n) in self.renames, count())
+                parts = [self.part(member(name, n), dim - 1, start, stop) for n in numbers]
+                return stack(parts)
+            return stack([self(n) for n in members])
         return self.source.read_slice(self.renames.get(name, name), dim, start, stop)
 
 
@@ -131,7 +145,7 @@ def state_dict_provider(tensors: Mapping[str, Any], constants: Mapping[str, Arra
             return constants[name]
         if is_stacked(name) and member(name, 0) in tensors:
             numbers = takewhile(lambda n: member(name, n) in tensors, count())
-            return np.stack([provide(member(name, n)) for n in numbers])
+            return cast(Array, stack([provide(member(name, n)) for n in numbers]))
         if name not in tensors:
             raise CheckpointError(
                 f"no tensor {name} among the given weights",

@@ -5,6 +5,7 @@ Imported by tests of passes; holds no tests.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,17 @@ from metainfer.ir.types import StateType, Symbol, TensorType
 from metainfer.passes.canonicalize import canonicalize
 from metainfer.passes.fuse import fuse
 from metainfer.passes.merge_linears import merge_linears
+from metainfer.passes.raise_experts import raise_experts
 from metainfer.passes.raise_ops import raise_ops
 from metainfer.passes.seam import seam
 from metainfer.passes.target import Report, Target
+from metainfer.runtime.checkpoint.stacked import stack
 
 # The rewriting passes by name, in their order.
 PASSES = {
     "raise": raise_ops,
     "canonicalize": canonicalize,
+    "raise_experts": raise_experts,
     "merge_linears": merge_linears,
     "seam": seam,
     "fuse": fuse,
@@ -93,10 +97,14 @@ class Example:
 
     def run(self, module: Module) -> Result:
         """Interpret the module on these data."""
-        weights = self.weights
-        return interpret(
-            module, self.inputs, weights.__getitem__, step=self.step, states=self.states
-        )
+        return interpret(module, self.inputs, self.weight, step=self.step, states=self.states)
+
+    def weight(self, name: str) -> Any:
+        """A weight by full name; tensors that a pass stacked, from their members."""
+        if name in self.weights or "*" not in name:
+            return self.weights[name]
+        members = (name.replace("*", str(n)) for n in count())
+        return stack([self.weights[m] for m in takewhile(self.weights.__contains__, members)])
 
 
 def sizes_of(module: Module) -> Iterator[dict[str, int]]:
@@ -138,9 +146,11 @@ def _bound(module: Module) -> Iterator[tuple[Graph, Binding]]:
 
 def _row_limit(graph: Graph, value: Value, env: Mapping[str, int]) -> int:
     """How many rows an integer input may choose among."""
-    limit = 50
+    limit, same = 50, {value.name}
     for op in graph.ops:
-        names = [v.name for v in op.operands]
+        names = [value.name if v.name in same else v.name for v in op.operands]
+        if op.name == "reshape" and names[0] == value.name:
+            same.add(op.result.name)
         if op.name == "gather" and names[1] == value.name:
             limit = min(limit, op.operands[0].tensor.shape[0].evaluate(env))
         if op.name == "embedding" and names[0] == value.name:
