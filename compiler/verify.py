@@ -39,7 +39,7 @@ EXACT_KL, LOSSY_KL, INT4_KL = 1e-6, 0.05, 0.2
 _RELATIVE_ERROR = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
 _LOSSY_ERROR = 0.05  # kernels that round activations to eight bits, through a whole model
 # The reference goes without them: a fault of a rewrite must not stand on both sides.
-_REWRITES = ("raise", "merge_linears", "seam", "fuse")
+_REWRITES = ("raise", "raise_experts", "merge_linears", "seam", "fuse")
 _WINDOW = 1024  # tokens of one sequence
 
 
