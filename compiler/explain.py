@@ -137,7 +137,7 @@ class Explanation:
         }
 
 
-def explain(plan: Plan, phase: str = "", group: str = "") -> Explanation:
+def explain(plan: Plan, phase: str = "", group: str = "", stage: int = 0) -> Explanation:
     """What a plan decided.
 
     Args:
@@ -148,13 +148,15 @@ def explain(plan: Plan, phase: str = "", group: str = "") -> Explanation:
     Raises: PlanError if the plan has no such phase, or no group matches.
     """
     phases = _phases(plan, phase)
-    found = tuple(g for p in phases for g in group_reports(plan, p) if _matches(g, group))
+    reports = [g for p in phases for g in group_reports(plan, p, stage)]
+    found = tuple(g for g in reports if _matches(g, group))
     if group and not found:
-        kinds = sorted({g.kind for p in phases for g in group_reports(plan, p)})
+        kinds = sorted({g.kind for g in reports})
         raise PlanError(
             f"no group of the plan matches {group!r}", advice=f"kinds: {', '.join(kinds)}"
         )
-    return Explanation(plan.hash, found, notes_of(plan, phases), plan.meta["capacity"])
+    notes = notes_of(plan, phases, stage)
+    return Explanation(plan.hash, found, notes, plan.capacity(stage))
 
 
 def ordered_phases(plan: Plan) -> tuple[str, ...]:
@@ -183,33 +185,35 @@ def _matches(report: GroupReport, pattern: str) -> bool:
 # --- groups ------------------------------------------------------------------------------------
 
 
-def group_reports(plan: Plan, phase: str) -> tuple[GroupReport, ...]:
-    """What was decided about each group of a phase, in the order of its text."""
-    calls = calls_by_graph(plan, phase)
+def group_reports(plan: Plan, phase: str, stage: int = 0) -> tuple[GroupReport, ...]:
+    """What was decided about each group of a phase of a stage, in the order of its text."""
+    calls = calls_by_graph(plan, phase, stage)
     bodies = {
         (graph.name, op.results[0].name): tuple(inner.name for inner in op.body.ops)
-        for graph in plan.module(phase).graphs
+        for graph in plan.module(phase, stage).graphs
         for op in graph.ops
         if op.body is not None
     }
     return tuple(
         _report(phase, calls, bodies.get((data["graph"], data["result"]), ()), decision, data)
-        for decision, data in _decisions(plan, phase)
+        for decision, data in _decisions(plan, phase, stage)
         if "table" in data
     )
 
 
-def calls_by_graph(plan: Plan, phase: str) -> dict[str, int]:
-    """How often a step runs each graph."""
+def calls_by_graph(plan: Plan, phase: str, stage: int = 0) -> dict[str, int]:
+    """How often a step runs each graph of a stage."""
     counts = {"main": 1}
-    for call in plan.module(phase).calls():
+    for call in plan.module(phase, stage).calls():
         name = str(call.attr["block"])
         counts[name] = counts.get(name, 0) + 1
     return counts
 
 
-def _decisions(plan: Plan, phase: str) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
-    for decision in plan.meta["phases"][phase]["decisions"]:
+def _decisions(
+    plan: Plan, phase: str, stage: int = 0
+) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
+    for decision in plan.entry(phase, stage)["decisions"]:
         yield decision, {key: value for key, value in decision["data"]}
 
 
@@ -281,11 +285,11 @@ def _refused(entries: Sequence[Mapping[str, Any]]) -> tuple[Refused, ...]:
 # --- other decisions ---------------------------------------------------------------------------
 
 
-def notes_of(plan: Plan, phases: Sequence[str]) -> tuple[Note, ...]:
-    """Decisions about formats, packings, rewrites and splits; equal ones once."""
+def notes_of(plan: Plan, phases: Sequence[str], stage: int = 0) -> tuple[Note, ...]:
+    """Decisions about formats, packings, rewrites, ranks and splits; equal ones once."""
     found: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
     for phase in phases:
-        for decision, data in _decisions(plan, phase):
+        for decision, data in _decisions(plan, phase, stage):
             if "table" in data:
                 continue
             fields = ("place", "chosen", "reason", "severity")
@@ -313,8 +317,8 @@ class PhaseSummary:
     Attributes:
         name: of the phase.
         steps: predicted steps: sizes, seconds, roofline_seconds, bytes, flops, groups.
-        fallbacks: groups with a generic kernel.
-        fallback_seconds: what they take over their roofline in a step.
+        fallbacks: groups with a generic kernel, and what ranks could not share.
+        fallback_seconds: what the groups take over their roofline in a step.
         repairs: groups that were repaired or split.
     """
 
@@ -331,6 +335,8 @@ class Summary:
 
     Attributes:
         no_weights: why the plan was made without a checkpoint; "" if it was not.
+        ranks: how ranks share the model ("pp=2 tp=4: 8 of 8 devices").
+        memory: of a rank of the fullest stage.
     """
 
     plan_hash: str
@@ -340,6 +346,7 @@ class Summary:
     devices: str
     no_weights: str
     formats: Mapping[str, str]
+    ranks: str
     phases: tuple[PhaseSummary, ...]
     memory: Mapping[str, Any]
     timings: Mapping[str, float]
@@ -365,8 +372,9 @@ def summarize(plan: Plan) -> Summary:
         devices=_devices(machine),
         no_weights=_no_weights(plan),
         formats=formats,
+        ranks=f"{plan.layout}: {plan.layout.num_ranks} of {len(machine['devices'])} devices",
         phases=tuple(_phase_summary(plan, phase) for phase in ordered_phases(plan)),
-        memory=meta["capacity"],
+        memory=max(_capacities(plan), key=lambda c: int(c["total_bytes"])),
         timings=meta["timings"],
     )
 
@@ -398,14 +406,32 @@ def _weight_formats(plan: Plan) -> str:
     return ", ".join(f"{count} x {name}" for name, count in ordered)
 
 
+def _capacities(plan: Plan) -> list[Mapping[str, Any]]:
+    return [plan.capacity(stage) for stage in range(plan.layout.pp)]
+
+
+def _whole_steps(plan: Plan, phase: str) -> tuple[dict[str, Any], ...]:
+    """Predicted steps through all stages; every replica computes one at the same time."""
+    stages = [plan.entry(phase, stage)["predicted"] for stage in range(plan.layout.pp)]
+    return tuple(_whole_step(parts, plan.layout.dp) for parts in zip(*stages, strict=True))
+
+
+def _whole_step(parts: Sequence[Mapping[str, Any]], replicas: int) -> dict[str, Any]:
+    sums = {key: sum(p[key] for p in parts) for key in parts[0] if key != "sizes"}
+    return {**sums, "sizes": parts[0]["sizes"], "replicas": replicas}
+
+
 def _phase_summary(plan: Plan, phase: str) -> PhaseSummary:
-    groups = group_reports(plan, phase)
+    stages = range(plan.layout.pp)
+    groups = [g for stage in stages for g in group_reports(plan, phase, stage)]
     fallbacks = [g for g in groups if g.generic]
-    splits = [n for n in notes_of(plan, (phase,)) if n.severity == "repair"]
+    notes = [n for stage in stages for n in notes_of(plan, (phase,), stage)]
+    splits = [n for n in notes if n.severity == "repair"]
+    shared = [n for n in notes if n.severity == "fallback"]
     return PhaseSummary(
         name=phase,
-        steps=tuple(plan.meta["phases"][phase]["predicted"]),
-        fallbacks=sum(g.calls for g in fallbacks),
+        steps=_whole_steps(plan, phase),
+        fallbacks=sum(g.calls for g in fallbacks) + len(shared),
         fallback_seconds=sum(g.loss_seconds for g in fallbacks),
         repairs=sum(g.calls for g in groups if g.repairs) + len(splits),
     )

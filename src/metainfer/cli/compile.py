@@ -140,6 +140,7 @@ def _times(summary: "Summary", wall: float) -> dict[str, float]:
 def print_summary(summary: "Summary") -> None:
     """Print a plan in one page: formats, predicted steps, memory, what was not ideal."""
     typer.echo(f"{summary.model} ({summary.kind}) for {summary.machine}: {summary.devices}")
+    print_wrapped(f"ranks: {summary.ranks}")
     if summary.no_weights:
         print_wrapped(summary.no_weights)
     formats = "; ".join(f"{name} {what}" for name, what in summary.formats.items())
@@ -157,13 +158,17 @@ def _step_row(phase: "PhaseSummary", step: Any) -> tuple[str, ...]:
     tokens = sizes.get("T")
     return (
         phase.name,
-        " ".join(f"{name}={size}" for name, size in sizes.items()),
+        " ".join(f"{name}={size}" for name, size in sizes.items()) + _each(step["replicas"]),
         show_seconds(seconds),
-        show_rate(tokens / seconds) if tokens else "",
+        show_rate(tokens * step["replicas"] / seconds) if tokens else "",
         show_seconds(least),
         f"{least / seconds:.0%}",
         str(step["groups"]),
     )
+
+
+def _each(replicas: int) -> str:
+    return f" x {replicas}" if replicas > 1 else ""
 
 
 def print_memory(memory: Any) -> None:

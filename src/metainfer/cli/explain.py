@@ -21,6 +21,7 @@ def explain(
     group: Annotated[
         str, typer.Option(metavar="PATTERN", help="only groups of this kind, result or kernel")
     ] = "",
+    stage: Annotated[int, typer.Option(help="pipeline stage, from 0")] = 0,
     as_json: Json = False,
 ) -> None:
     """Explain a plan: kernels with the next best and the refused ones, formats, memory.
@@ -32,11 +33,11 @@ def explain(
     from metainfer.ir.plan import Plan
 
     found = Plan.read(plan)
-    explanation = explained(found, phase, group)
+    explanation = explained(found, phase, group, stage)
     if as_json:
         print_json(explanation.to_dict())
         return
-    typer.echo(f"plan {explanation.plan_hash}: {found.meta['model']['name']}")
+    typer.echo(f"plan {explanation.plan_hash}: {found.meta['model']['name']}{_stage(found, stage)}")
     if not group:
         _print_notes(explanation.notes)
     for name in dict.fromkeys(g.phase for g in explanation.groups):
@@ -45,6 +46,11 @@ def explain(
         typer.echo()
         print_memory(explanation.memory)
         _print_fallbacks(explanation)
+
+
+def _stage(plan: "Plan", stage: int) -> str:
+    stages = plan.layout.pp
+    return f", stage {stage} of {stages} (--stage for the others)" if stages > 1 else ""
 
 
 def _print_notes(notes: "tuple[Note, ...]") -> None:
