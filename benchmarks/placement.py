@@ -162,7 +162,7 @@ def _summarize(cells: list[Cell], small: list[Cell]) -> None:
     worst = max((cell.ours / cell.bound.load - 1 for cell in proven), default=0.0)
     print(
         f"\n{len(cells)} layers: none heavier than greedy, {better} lighter (up to "
-        f"{100 * max(gains):.1f}%); {near} within 3% of a lower bound; "
+        f"{100 * max(gains):.1f}%); {near} within 3% of a lower bound\n"
         f"{1e3 * float(np.mean([c.seconds for c in cells])):.1f} ms a layer, at most "
         f"{1e3 * max(c.seconds for c in cells):.1f}\n"
         f"{len(proven)} small layers with a proven optimum: at most {100 * worst:.2f}% above it"
