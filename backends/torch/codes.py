@@ -100,15 +100,15 @@ def _values(codes: torch.Tensor, element: Scalar, width: int) -> torch.Tensor:
     if codes.is_cuda:
         return _values_on_gpu(codes, element)[:, :width]
     bytes_ = codes.numpy()
-    pairs = element is F4E2M1 or (width % 2 == 0 and bytes_.flags.c_contiguous)
-    index = bytes_.view(np.uint16) if pairs and element is not F4E2M1 else bytes_
+    pairs = element == F4E2M1 or (width % 2 == 0 and bytes_.flags.c_contiguous)
+    index = bytes_.view(np.uint16) if pairs and element != F4E2M1 else bytes_
     # Every index is in range; any other mode than "raise" saves a copy.
     found = np.take(_table(element.name, pairs), index, mode="clip")
     return torch.from_numpy(found.view(np.float32))[:, :width]
 
 
 def _values_on_gpu(codes: torch.Tensor, element: Scalar) -> torch.Tensor:
-    if element is not F4E2M1:
+    if element != F4E2M1:
         return codes.view(torch.float8_e4m3fn).float()
     table = torch.from_numpy(_table(element.name, True).view(np.float32).reshape(256, 2).copy())
     found = table.to(codes.device)[codes.int()]
@@ -122,7 +122,7 @@ def _pack(weight: Weight) -> Codes:
     plain = plain_weight(weight)
     if not isinstance(plain, BlockTensors) or not is_codes_format(plain.format):
         raise PlanError(f"layout {NAME} takes e4m3 and e2m1 formats without offsets only")
-    if plain.format.element is not F4E2M1:
+    if plain.format.element != F4E2M1:
         return Codes(plain.format, plain.codes.view(torch.uint8), plain.scales, plain.shape)
     odd = plain.shape[-1] % 2
     codes = torch.nn.functional.pad(plain.codes, (0, odd)) if odd else plain.codes
@@ -132,7 +132,7 @@ def _pack(weight: Weight) -> Codes:
 
 def _unpack(packed: Codes, type_: TensorType) -> BlockArray:
     codes = packed.codes.cpu()
-    if packed.format.element is F4E2M1:
+    if packed.format.element == F4E2M1:
         halves = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
         codes = halves[..., : packed.shape[-1]].contiguous()
     array = codes.numpy().view(packed.format.element.numpy).reshape(packed.shape)

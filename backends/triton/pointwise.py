@@ -8,10 +8,10 @@ import torch
 
 from metainfer.backends.kernel import Constraint, Query
 from metainfer.backends.torch.call import TorchCall
-from metainfer.backends.triton.emit.source import Emitted, Parameter, body_of, emit
+from metainfer.backends.triton.emit.source import Parameter, body_of, emit
 from metainfer.backends.triton.emit.tiles import rotary
 from metainfer.backends.triton.launch import Launch
-from metainfer.ir.graph import Graph
+from metainfer.ir.graph import Graph, Op
 from metainfer.ir.interpret import unify
 from metainfer.ir.types import TensorType
 
@@ -21,7 +21,7 @@ def launches(call: TorchCall) -> Sequence[Launch]:
     graph = body_of(call.op)
     strided, unit_last = _strided(call)
     emitted = emit(graph, strided, unit_last)
-    env = _sizes(graph, call)
+    env = sizes_of(graph, call)
     rows = [math.prod(n.evaluate(env) for n in s.lead) for s in emitted.spaces]
     programs = max(-(-n // s.rows) for n, s in zip(rows, emitted.spaces, strict=True))
     chunks = 1
@@ -29,7 +29,7 @@ def launches(call: TorchCall) -> Sequence[Launch]:
         chunks = max(-(-s.width.evaluate(env) // s.columns) for s in emitted.spaces)
     if programs * chunks == 0:
         return ()
-    arguments = {p.name: _argument(p, call, emitted, rows, env) for p in emitted.parameters}
+    arguments = {p.name: argument(p, call, emitted.tables, rows, env) for p in emitted.parameters}
     return (Launch(emitted.function(), (programs, chunks), arguments, num_warps=emitted.num_warps),)
 
 
@@ -43,20 +43,31 @@ def _strided(call: TorchCall) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(views), frozenset(i for i, x in views.items() if x.stride(-1) == 1)
 
 
-def _sizes(graph: Graph, call: TorchCall) -> dict[str, int]:
+def sizes_of(graph: Graph, call: TorchCall) -> dict[str, int]:
+    """Values of the size symbols of a call."""
     env: dict[str, int] = {}
     known = zip(graph.inputs, call.inputs, strict=True)
     made = zip((v for v in graph.outputs if not v.is_state), call.outputs, strict=True)
     for value, data in (*known, *made):
-        if isinstance(value.type, TensorType):
+        # A packed weight has no symbolic sizes.
+        if isinstance(value.type, TensorType) and isinstance(data, torch.Tensor):
             unify(value, tuple(data.shape), env)
     return env
 
 
-def _argument(
-    parameter: Parameter, call: TorchCall, emitted: Emitted, rows: Sequence[int],
+def argument(
+    parameter: Parameter, call: TorchCall, tables: Sequence[Op], rows: Sequence[int],
     env: dict[str, int],
 ) -> Any:  # fmt: skip
+    """What a call passes for a parameter of an emitted function.
+
+    Args:
+        parameter: which one.
+        call: the call.
+        tables: rope ops, in the order of their tables.
+        rows: rows of each space.
+        env: values of the size symbols.
+    """
     number, detail = parameter.number, parameter.detail
     if parameter.kind == "rows":
         return rows[number]
@@ -68,7 +79,7 @@ def _argument(
         return call.outputs[number]
     if parameter.kind in ("cos", "sin"):
         assert call.rope is not None
-        cos, sin = call.rope(*rotary(emitted.tables[number]))
+        cos, sin = call.rope(*rotary(tables[number]))
         return cos if parameter.kind == "cos" else sin
     data = call.inputs[number]
     if parameter.kind == "field":

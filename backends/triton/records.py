@@ -4,11 +4,13 @@ from metainfer.backends.kernel import Registry
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.triton.records_attention import register_attention
 from metainfer.backends.triton.records_experts import register_experts
+from metainfer.backends.triton.records_linear import register_linear
 from metainfer.backends.triton.records_pointwise import register_pointwise
 
 
 def register(kernels: Registry, layouts: LayoutRegistry) -> None:
     """Add the Triton kernels and layouts."""
-    register_pointwise(kernels, layouts)
+    register_pointwise(kernels)
+    register_linear(kernels, layouts)
     register_attention(kernels, layouts)
     register_experts(kernels, layouts)

@@ -3,6 +3,7 @@
 import pytest
 
 import metainfer
+from metainfer.backends.registry import installed
 from metainfer.ir.errors import StrictError
 from metainfer.ir.plan import Plan
 
@@ -10,13 +11,18 @@ from metainfer.ir.plan import Plan
 FORBIDDEN = ("triton.rope", "triton.rope_kv_write", "triton.silu_mul_halves")
 
 
+TEMPLATES = tuple(
+    k.name for k in installed().kernels.all() if k.backend == "triton" and "linear" in k.op
+)
+
+
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return metainfer.compile("smollm2", "8xpcie")
+    return metainfer.compile("smollm2", "8xpcie", forbids=TEMPLATES)
 
 
 def test_quantized_weights_are_packed_for_the_parts_of_a_split_group(plan: Plan) -> None:
-    """No GPU kernel takes linear_add with 4-bit weights whole: its linear still needs a packing."""
+    """No library takes linear_add with 4-bit weights whole: its linear still needs a packing."""
     block = plan.module("decode").graph("layer")
     linears = [op for op in block.ops if op.name == "linear"]
     assert len(linears) == 4
@@ -42,3 +48,10 @@ def test_strict_passes_where_every_group_has_a_made_kernel(machine: str) -> None
 
 def test_phases_come_in_the_order_of_use(plan: Plan) -> None:
     assert plan.phases == ("prefill", "decode")
+
+
+def test_decoding_reads_4_bit_weights_as_they_are() -> None:
+    module = metainfer.compile("smollm2", "8xpcie").module("decode")
+    chosen = [c.kernel for g in module.graphs for op in g.ops for c in op.choices]
+    assert any(name.startswith("triton.linear_int4") for name in chosen)
+    assert any(name.startswith("triton.linear_add_int4") for name in chosen)

@@ -46,6 +46,7 @@ from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op, Value
 from metainfer.ir.printer import print_op
 
+COLUMN = "c0"  # name of the column axis of an epilogue's tile
 WIDEST = 32768  # columns of one tile
 CHUNK = 1024  # columns of a tile where no row is needed as a whole
 ELEMENTS = 1024  # of a tile with several rows
@@ -84,7 +85,7 @@ class Body:
         self._operands = {v.name: i for i, v in enumerate(graph.inputs)}
         self._producers = {v.name: (o, i) for o in graph.ops for i, v in enumerate(o.results)}
         self._strided, self._unit_last = strided, unit_last
-        self._handlers = handlers
+        self.handlers = handlers
         self._memo: list[dict[tuple[object, ...], Expr]] = [{}]
         self._masks: dict[str, str] = {}
         self._extents: dict[str, int] = {}
@@ -220,7 +221,10 @@ class Body:
         self.emit(f"{row}_in = {row} < rows{space.number}")
         self._masks[row] = f"{row}_in"
         self._extents[row] = space.rows
-        axes = frozenset([row])
+        return self._split_rows(space)
+
+    def _split_rows(self, space: Space) -> tuple[Index, ...]:
+        row, axes = space.row, frozenset([space.row])
         if len(space.lead) <= 1:
             self._lead[row] = tuple(Index(row, axes) for _ in space.lead)
             return self._lead[row]
@@ -282,8 +286,8 @@ class Body:
             return self.value(op.operands[0], self.views.operand_index(op, index))
         if op.name in ELEMENTWISE:
             return self._elementwise(op, index)
-        if op.name in self._handlers:
-            return self._handlers[op.name](self, op, result, index)
+        if op.name in self.handlers:
+            return self.handlers[op.name](self, op, result, index)
         raise Unsupported(
             f"the emitter does not know {op.name}",
             advice="add it in backends/triton/emit/rows.py, or leave it to another kernel",
@@ -397,6 +401,14 @@ class Body:
                 self.arguments.strides[name] = (number, axis)
             terms.append(times(entry.text, name))
         return plus(*terms)
+
+    def enter(self, space: Space) -> tuple[Index, ...]:
+        """Take a tile whose rows ``r0`` and columns ``c0`` are arguments; its indices."""
+        self.spaces.append(space)
+        for axis in (space.row, COLUMN):
+            self._masks[axis] = f"{axis}_in"
+        lead = self._split_rows(space)
+        return (*lead, Index(COLUMN, frozenset([COLUMN])))
 
     # --- results ------------------------------------------------------------------------------
 

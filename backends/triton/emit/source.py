@@ -69,7 +69,7 @@ class Emitted:
 
     def function(self) -> Any:
         """The ``@triton.jit`` function."""
-        return getattr(_module(self.name, self.text), self.name)
+        return getattr(module_of(self.name, self.text), self.name)
 
 
 @lru_cache(maxsize=1024)
@@ -87,8 +87,8 @@ def emit(graph: Graph, strided: frozenset[int], unit_last: frozenset[int]) -> Em
     body = Body(graph, stores, strided, unit_last, HANDLERS)
     for store in stores:
         body.store(store)
-    lines = _without_unused([f"    {line}" for line in body.axes] + body.lines)
-    parameters = tuple(p for p in _parameters(graph, body) if _is_used(p.name, lines))
+    lines = without_unused([f"    {line}" for line in body.axes] + body.lines)
+    parameters = tuple(p for p in parameters_of(graph, body) if is_used(p.name, lines))
     name = re.sub(r"\W", "_", graph.name) or "group"
     name = f"{name}_" if name[0].isdigit() else name
     warps = next((w for most, w in _WARPS if body.elements <= most), _MOST_WARPS)
@@ -147,7 +147,8 @@ def _state_stores(graph: Graph, value: Value, producers: dict[str, Op]) -> list[
     ]
 
 
-def _parameters(graph: Graph, body: Body) -> list[Parameter]:
+def parameters_of(graph: Graph, body: Body) -> list[Parameter]:
+    """All that a function may take, in order."""
     made: list[Parameter] = []
     for number, value in enumerate(graph.inputs):
         if isinstance(value.type, StateType):
@@ -168,17 +169,18 @@ def _parameters(graph: Graph, body: Body) -> list[Parameter]:
     return made
 
 
-def _is_used(name: str, lines: list[str]) -> bool:
+def is_used(name: str, lines: list[str]) -> bool:
+    """Whether a statement reads a name."""
     pattern = re.compile(rf"\b{name}\b")
     return any(pattern.search(line.split("  #")[0]) for line in lines if "# " not in line[:8])
 
 
-def _without_unused(lines: list[str]) -> list[str]:
+def without_unused(lines: list[str]) -> list[str]:
     """Leave indices out that nothing reads."""
     kept = list(lines)
     for line in lines:
         found = re.fullmatch(r" +((?:r\d+_\d+|c\w+|i\d+)) = .*", line)
-        if found and not _is_used(found[1], [other for other in kept if other is not line]):
+        if found and not is_used(found[1], [other for other in kept if other is not line]):
             kept.remove(line)
     return kept
 
@@ -201,7 +203,7 @@ def _text(name: str, graph: Graph, parameters: tuple[Parameter, ...], lines: lis
     ]
     return "\n".join(
         [
-            f'"""{_plain(graph.name)}: emitted from the operations in the comments."""',
+            f'"""{plain_text(graph.name)}: emitted from the operations in the comments."""',
             "", *imports, "", "", *comments, head, signature, *lines, "",
         ]
     )  # fmt: skip
@@ -211,16 +213,16 @@ def _described(parameter: Parameter, graph: Graph) -> str:
     values = graph.inputs
     if parameter.kind == "output":
         values = tuple(v for v in graph.outputs if not v.is_state)
-    return _plain(print_type(values[parameter.number].type))
+    return plain_text(print_type(values[parameter.number].type))
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """Text that can stand in a comment or a docstring."""
     return re.sub(r'[^ -~]|"|\\', "?", text)
 
 
 @lru_cache(maxsize=1024)
-def _module(name: str, text: str) -> ModuleType:
+def module_of(name: str, text: str) -> ModuleType:
     """Run emitted text; it lies in a file, since Triton reads the source of its functions."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = cache_folder() / "sources" / f"{name}_{digest}.py"

@@ -1,0 +1,123 @@
+"""What follows a product while it is in registers, as a function for a template.
+
+A group of a linear and elementwise ops after it: the template hands its float32 tile to
+``epilogue(acc, operands, r0, c0, r0_in, c0_in)`` and stores what comes back. The bias is added
+before the product is rounded, as the op's own definition has it.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from metainfer.backends.triton.emit.body import Body
+from metainfer.backends.triton.emit.index import Index, joined
+from metainfer.backends.triton.emit.source import (
+    Parameter,
+    is_used,
+    module_of,
+    parameters_of,
+    plain_text,
+    without_unused,
+)
+from metainfer.backends.triton.emit.tiles import Expr, Space
+from metainfer.ir.errors import Unsupported
+from metainfer.ir.graph import Graph, Op
+from metainfer.ir.printer import print_type
+
+_NAME = "epilogue"
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Source of one epilogue.
+
+    Attributes:
+        text: of the module.
+        parameters: what ``operands`` holds, in order.
+    """
+
+    text: str
+    parameters: tuple[Parameter, ...]
+
+    def function(self) -> Any:
+        """The ``@triton.jit`` function."""
+        return getattr(module_of(_NAME, self.text), _NAME)
+
+
+@lru_cache(maxsize=1024)
+def emit_epilogue(graph: Graph) -> Epilogue:
+    """Emit what a group does after its product.
+
+    Args:
+        graph: its body; the product is of the first two inputs.
+
+    Raises: Unsupported if the group does anything else.
+    """
+    product = _product(graph)
+    result = graph.outputs[0]
+    shape = result.tensor.shape
+    space = Space(0, shape[:-1], shape[-1], 1, 1)
+    body = Body(graph, (), frozenset(), frozenset(), {})
+    index = body.enter(space)
+    body.handlers["linear"] = _linear(index)
+    made = body.value(result, index)
+    lines = without_unused(body.lines)
+    parameters = tuple(p for p in parameters_of(graph, body) if is_used(p.name, lines))
+    text = _text(graph, product, parameters, lines, made)
+    return Epilogue(text, parameters)
+
+
+def _product(graph: Graph) -> Op:
+    """The group's linear.
+
+    Raises: Unsupported if there is not exactly one, of the first two inputs, stored as one result.
+    """
+    found = [o for o in graph.ops if o.name == "linear"]
+    inputs = [v.name for v in graph.inputs]
+    shapes = {v.tensor.shape for v in (*graph.outputs, *(o.result for o in found))}
+    if (
+        len(found) != 1
+        or [v.name for v in found[0].operands[:2]] != inputs[:2]
+        or len(graph.outputs) != 1
+        or len(shapes) != 1
+    ):
+        raise Unsupported(
+            "the group is not one product of its first two operands and what follows it",
+            advice="the group is split, or another kernel takes it",
+        )
+    return found[0]
+
+
+def _linear(place: tuple[Index, ...]) -> Any:
+    def product(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
+        if index != place:
+            raise Unsupported(
+                "the product is needed at another place than it stands at",
+                advice="the group is split, or another kernel takes it",
+            )
+        text, axes = "acc", joined(*(i.axes for i in place), frozenset(["r0"]))
+        if len(op.operands) > 2:
+            bias = body.value(op.operands[2], index[-1:])
+            text = f"acc + {bias.text}"
+        body.comment(op)
+        return body.finish(op.result, text, axes)
+
+    return product
+
+
+def _text(
+    graph: Graph, product: Op, parameters: tuple[Parameter, ...], lines: list[str], made: Expr
+) -> str:
+    imports = ["import triton", "import triton.language as tl"]
+    if any("functions." in line for line in lines):
+        imports += ["", "from metainfer.backends.triton.templates import functions"]
+    shown = ", ".join(plain_text(print_type(v.type)) for v in product.operands)
+    taken = [f"    {p.name} = operands[{i}]" for i, p in enumerate(parameters)]
+    return "\n".join(
+        [
+            f'"""{plain_text(graph.name)}: what follows the product of {shown}."""',
+            "", *imports, "", "", "@triton.jit",
+            f"def {_NAME}(acc, operands, r0, c0, r0_in, c0_in):", *taken, *lines,
+            f"    return {made.text}", "",
+        ]
+    )  # fmt: skip

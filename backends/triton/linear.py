@@ -1,0 +1,253 @@
+"""Launches of the product template: tiles, ways that a weight is stored, epilogues."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from metainfer.backends.kernel import Constraint, Effort, Query
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.codes import Codes
+from metainfer.backends.torch.tensors import BlockTensors
+from metainfer.backends.triton.emit.epilogue import emit_epilogue
+from metainfer.backends.triton.emit.source import body_of
+from metainfer.backends.triton.launch import Launch
+from metainfer.backends.triton.nibbles import Nibbles
+from metainfer.backends.triton.pointwise import argument, sizes_of
+from metainfer.hardware.device import Device
+from metainfer.ir.dtypes import F8E4M3, Block, DType
+from metainfer.ir.graph import Op
+
+ALONE = 0.5  # of a processor's rate that a program reaches with nobody beside it
+BAND = 8  # tiles of rows that neighbouring programs share columns over
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a program cuts a product.
+
+    Attributes:
+        name: in the kernel's name.
+        rows: of y, a program's.
+        columns: of y, a program's.
+        inner: of a step.
+        num_warps: of a program.
+        num_stages: buffers of the loop over steps.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+    def programs(self, rows: int, columns: int) -> int:
+        """Programs of a product."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
+
+    def effort(self, compute: float) -> Effort:
+        """Work of whole tiles over that of the product, more where processors are left idle.
+
+        Args:
+            compute: fraction of the rate that all processors together reach; one that shares the
+                last cache with few others reaches ALONE of its own.
+        """
+
+        def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
+            shape = op.results[0].tensor.concrete(env)
+            rows, columns = math.prod(shape[:-1]), shape[-1]
+            programs = self.programs(rows, columns)
+            if programs == 0 or device.num_sms == 0:
+                return 1.0
+            whole = programs * self.rows * self.columns / (rows * columns)
+            waves = -(-programs // device.num_sms)
+            return whole * max(1.0, waves * device.num_sms / programs * compute / ALONE)
+
+        return factor
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One way that weights are stored.
+
+    Attributes:
+        name: in the kernel's name.
+        text: which formats those are, for explain.
+        layout: packing of the weight, "" for none.
+        holds: whether it is that of a weight's type, for activations of a type and a tile.
+        parts: packed weight -> (step of weight_tiles, pointers, FORMAT).
+    """
+
+    name: str
+    text: str
+    layout: str
+    holds: Callable[[DType, DType, Tile], bool]
+    parts: Callable[[Any], tuple[str, tuple[torch.Tensor, ...], Any]]
+
+
+def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Launch]]:
+    """Launches of a group that begins with a linear, by one storage and tile."""
+
+    def made(call: TorchCall) -> Sequence[Launch]:
+        # Imported where it is launched: templates need Triton.
+        from metainfer.backends.triton.templates import weight_tiles
+        from metainfer.backends.triton.templates.gemm import gemm
+
+        x, y = call.inputs[0], call.outputs[0]
+        inner, columns = x.shape[-1], y.shape[-1]
+        rows = math.prod(y.shape[:-1])
+        if rows * columns == 0:
+            return ()
+        graph = body_of(call.op)
+        epilogue = emit_epilogue(graph)
+        env = sizes_of(graph, call)
+        operands = tuple(argument(p, call, (), (), env) for p in epilogue.parameters)
+        step, pointers, format_ = storage.parts(call.inputs[1])
+        return (
+            Launch(
+                gemm,
+                (tile.programs(rows, columns),),
+                {
+                    "x": x, "y": y, "weight": pointers,
+                    # An empty tuple has no type that Triton could give it.
+                    "operands": operands or (y,),
+                    "rows": rows, "columns": columns, "inner": inner,
+                },
+                {
+                    "step": getattr(weight_tiles, step), "epilogue": epilogue.function(),
+                    "FORMAT": format_, "BM": tile.rows, "BN": tile.columns, "BK": tile.inner,
+                    "BAND": BAND,
+                },
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                matrix="f16" if x.dtype == torch.float16 else "bf16",
+            ),
+        )  # fmt: skip
+
+    return made
+
+
+def follows() -> Constraint:
+    """The group is a product and what an epilogue can do."""
+
+    def check(query: Query) -> str | None:
+        # What it cannot do is raised, and read from there as the reason.
+        emit_epilogue(body_of(query.op))
+        return None
+
+    return Constraint("a product and what an epilogue can do", check)
+
+
+def stored_as(storage: Storage, tile: Tile) -> Constraint:
+    """The weight is stored in a way, and its groups suit the tile."""
+
+    def check(query: Query) -> str | None:
+        x, weight = query.dtype(0), query.dtype(1)
+        if x.name not in ("bf16", "f16"):
+            return f"activations of {x}"
+        return None if storage.holds(weight, x, tile) else str(weight)
+
+    return Constraint(f"operand 1 is {storage.text}", check)
+
+
+# --- ways of storing ------------------------------------------------------------------------------
+
+
+def _bytes(part: torch.Tensor) -> torch.Tensor:
+    """Powers of two as their bytes: Triton has no type for them."""
+    return part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part
+
+
+def _plain_parts(weight: torch.Tensor) -> tuple[str, tuple[torch.Tensor, ...], Any]:
+    return "plain_step", (weight,), ()
+
+
+def _codes_hold(weight: DType, x: DType, tile: Tile) -> bool:
+    if not isinstance(weight, Block) or weight.offset is not None:
+        return False
+    high, wide = weight.extents(2)
+    if weight.element == F8E4M3 and (wide == 0 or wide % tile.inner == 0):
+        return True
+    narrow = weight.scale.name in ("f8e8m0", "f8e4m3")
+    return (
+        weight.element.name in ("f8e4m3", "f4e2m1")
+        and narrow
+        and high == 1
+        and (wide > 0 and tile.inner % wide == 0)
+    )
+
+
+def _codes_parts(weight: Codes) -> tuple[str, tuple[torch.Tensor, ...], Any]:
+    high, wide = weight.format.extents(2)
+    scales = _bytes(weight.scales)
+    if weight.format.element != F8E4M3:
+        return "group_step", (weight.codes, scales), ("f4e2m1", wide, False)
+    codes = weight.codes.view(torch.float8_e4m3fn)
+    if wide == 0 or wide >= 64:
+        return "fp8_step", (codes, scales), (high, wide)
+    return "group_step", (codes, scales), ("bytes", wide, False)
+
+
+def _groups_hold(*elements: str) -> Callable[[DType, DType, Tile], bool]:
+    def holds(weight: DType, x: DType, tile: Tile) -> bool:
+        return (
+            isinstance(weight, Block)
+            and weight.element.name in elements
+            and len(weight.block) == 1
+            and weight.block[0] > 1
+            and tile.inner % weight.block[0] == 0
+        )
+
+    return holds
+
+
+def _nibble_parts(weight: Nibbles) -> tuple[str, tuple[torch.Tensor, ...], Any]:
+    format_ = weight.format
+    pointers: tuple[torch.Tensor, ...] = (weight.codes, _bytes(weight.scales))
+    if weight.offsets is not None:
+        pointers = (*pointers, weight.offsets)
+    return "group_step", pointers, (
+        format_.element.name, format_.block[0], weight.offsets is not None
+    )  # fmt: skip
+
+
+def _byte_parts(weight: BlockTensors) -> tuple[str, tuple[torch.Tensor, ...], Any]:
+    pointers: tuple[torch.Tensor, ...] = (weight.codes, _bytes(weight.scales))
+    if weight.offsets is not None:
+        pointers = (*pointers, weight.offsets)
+    return "group_step", pointers, ("bytes", weight.format.block[0], weight.offsets is not None)
+
+
+STORAGES: Mapping[str, Storage] = {
+    s.name: s
+    for s in (
+        Storage("plain", "of the activations' type", "", lambda w, x, _: w == x, _plain_parts),
+        Storage("codes", "fp8 or fp4 codes", "torch.codes", _codes_hold, _codes_parts),
+        Storage(
+            "int4", "4-bit integers in groups", "triton.nibbles", _groups_hold("u4", "i4"),
+            _nibble_parts,
+        ),
+        Storage(
+            "int8", "8-bit integers in groups", "", _groups_hold("i8", "u8"), _byte_parts
+        ),
+    )
+}  # fmt: skip
+# Rows of a step of decoding; of a few sequences, or a short prompt; of many tokens.
+TILES: Mapping[str, tuple[Tile, ...]] = {
+    "plain": (
+        Tile("m16", 16, 32, 128, 4, 4),
+        Tile("m64", 64, 64, 64, 4, 4),
+        Tile("m128", 128, 128, 64, 8, 3),
+    ),
+    **dict.fromkeys(
+        ("codes", "int4", "int8"),
+        (
+            Tile("m16", 16, 32, 128, 4, 3),
+            Tile("m64", 64, 64, 64, 4, 3),
+            Tile("m128", 128, 64, 64, 8, 2),
+        ),
+    ),
+}

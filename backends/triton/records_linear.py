@@ -1,0 +1,95 @@
+"""Records of the product template: each way of storing a weight by each tile, with epilogues."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from metainfer.backends.kernel import (
+    Constraint,
+    Efficiency,
+    Kernel,
+    Query,
+    Registry,
+    dense,
+    device_kind,
+    feature,
+    weight_operand,
+)
+from metainfer.backends.layout import LayoutRegistry
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.triton import linear
+from metainfer.backends.triton.fits import fits
+from metainfer.backends.triton.launch import Launch, TritonBinder
+from metainfer.backends.triton.linear import STORAGES, TILES, Storage, Tile
+from metainfer.backends.triton.nibbles import LAYOUT
+from metainfer.ir.dims import dim
+from metainfer.ir.graph import Op, Value
+from metainfer.ir.types import tensor
+
+BF16_STEP = 2.0**-8
+HERE: tuple[Constraint, ...] = (device_kind("gpu"), feature("triton"), feature("bf16_mma"))
+SIZE = 1024  # of the product that is compiled to see whether a tile fits a card
+# The op, and what rules put behind it.
+KINDS = ("linear", "linear_add", "linear_relu", "linear_gelu", "linear_silu")
+_SOURCE = "assumed, to be replaced by a benchmark on an H200"
+# A tile of 16 x 32 reads 48 numbers for every 512 multiplications: the last cache bounds it. Large
+# tiles are bound by arithmetic, and by widening the codes.
+_EFFICIENCY = {
+    ("plain", "m16"): Efficiency(0.6, 0.06, source=_SOURCE),
+    ("plain", "m64"): Efficiency(0.6, 0.25, source=_SOURCE),
+    ("plain", "m128"): Efficiency(0.6, 0.6, source=_SOURCE),
+    ("coded", "m16"): Efficiency(0.5, 0.05, source=_SOURCE),
+    ("coded", "m64"): Efficiency(0.5, 0.18, source=_SOURCE),
+    ("coded", "m128"): Efficiency(0.5, 0.35, source=_SOURCE),
+}
+
+
+def register_linear(kernels: Registry, layouts: LayoutRegistry) -> None:
+    """Add the products and the layout of 4-bit integers."""
+    layouts.add(LAYOUT)
+    for kind in KINDS:
+        for name, storage in STORAGES.items():
+            for tile in TILES[name]:
+                kernels.add(_kernel(kind, storage, tile, layouts))
+
+
+def _fits(
+    made: Callable[[TorchCall], Sequence[Launch]], packings: Mapping[int, str],
+    layouts: LayoutRegistry,
+) -> Constraint:  # fmt: skip
+    """A product of the query's types fits the card.
+
+    Shared memory depends on the tile and the types, hardly on sizes and on what follows: one
+    compile answers for all of them. `make kernels-check` compiles every group of whole plans.
+    """
+    asked = fits(made, packings, layouts)
+
+    def check(query: Query) -> str | None:
+        x, weight = (query.tensor(i) for i in (0, 1))
+        types = (tensor(x.dtype, SIZE, SIZE), replace(weight, shape=(dim(SIZE), dim(SIZE))))
+        operands = (Value("%x", types[0]), Value("@w", types[1]))
+        op = Op("linear", operands, (Value("%y", types[0]),))
+        return asked.check(Query(op, query.device, {}))
+
+    return Constraint(asked.text, check)
+
+
+def _kernel(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
+    made = linear.launches(storage, tile)
+    packings = {1: storage.layout} if storage.layout else {}
+    is_weight = () if storage.name == "plain" else (weight_operand(1),)
+    work = "plain" if storage.name == "plain" else "coded"
+    return Kernel(
+        f"triton.{kind}_{storage.name}_{tile.name}",
+        kind,
+        "triton",
+        requires=(
+            *HERE, linear.stored_as(storage, tile), *is_weight, dense(0, 1), linear.follows(),
+        ),
+        layouts=packings,
+        efficiency=_EFFICIENCY[work, tile.name],
+        # Codes of floats are exact in 16 bits; integers are scaled and rounded to them.
+        error=BF16_STEP if storage.name.startswith("int") else 0.0,
+        effort=tile.effort(_EFFICIENCY[work, tile.name].compute),
+        fits=_fits(made, packings, layouts),
+        binder=TritonBinder(made),
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Products by the template: each storage and tile in the interpreter, and for cards not here."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torch_samples import fused
+from triton_groups import as_op, random
+from triton_worker import CARDS, check_compiles, check_interpreted, refused
+
+from metainfer.backends.registry import installed
+from metainfer.backends.torch.check import make_op
+from metainfer.backends.triton import nibbles
+from metainfer.ir.dtypes import BF16, Block, BlockArray, parse_dtype, quantize
+from metainfer.ir.graph import Op
+from metainfer.ir.parser import parse_graph
+from metainfer.ir.types import tensor
+
+STORED = {
+    "bf16": "plain",
+    "f8e4m3/128x128:f32": "codes",
+    "f8e4m3/128x128:f8e8m0": "codes",
+    "f8e4m3/128:f32": "codes",
+    "f8e4m3/row:f32": "codes",
+    "f8e4m3/tensor:f32": "codes",
+    "f8e4m3/32:f8e8m0": "codes",
+    "f4e2m1/32:f8e8m0": "codes",
+    "f4e2m1/16:f8e4m3": "codes",
+    "u4/32:f16+f16": "int4",
+    "i4/32:f16": "int4",
+    "i8/32:f16": "int8",
+}
+TILES = ("m16", "m64", "m128")
+# tokens, columns, inner: aligned, odd, one.
+SHAPES = ((16, 64, 128), (17, 37, 197), (1, 5, 32))
+
+
+def linear(format_: str, shape: tuple[int, int, int], dtype: str = "bf16") -> tuple[Op, list[Any]]:
+    rows, columns, inner = shape
+    x = tensor(parse_dtype(dtype), rows, inner)
+    w = tensor(parse_dtype(dtype if format_ == "bf16" else format_), columns, inner)
+    return make_op("linear", [x, w], {}, [1]), [random(x, {}), random(w, {})]
+
+
+@pytest.mark.parametrize("format_", STORED)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_storages(format_: str, shape: tuple[int, int, int]) -> None:
+    op, data = linear(format_, shape)
+    name = f"triton.linear_{STORED[format_]}_m16"
+    assert refused(name, op) == []
+    check_interpreted(name, op, data)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("format_", ["bf16", "f8e4m3/128x128:f32", "f4e2m1/32:f8e8m0", "i4/32:f16"])
+def test_tiles(format_: str, tile: str) -> None:
+    op, data = linear(format_, (130, 70, 190))
+    name = f"triton.linear_{STORED[format_]}_{tile}"
+    assert refused(name, op) == []
+    check_interpreted(name, op, data)
+
+
+def test_half_precision() -> None:
+    op, data = linear("bf16", (9, 33, 70), "f16")
+    check_interpreted("triton.linear_plain_m16", op, data)
+
+
+EPILOGUES = [
+    ("linear_add", False, "add", {}),
+    ("linear_add", True, "add", {}),
+    ("linear_relu", True, "relu", {}),
+    ("linear_silu", False, "silu", {}),
+    ("linear_gelu", True, "gelu", {"approximate": "tanh"}),
+    ("linear_gelu", False, "gelu", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "bias", "follows", "attrs"), EPILOGUES, ids=str)
+@pytest.mark.parametrize("lead", [(5,), (2, 3)], ids=str)
+def test_epilogues(
+    kind: str, bias: bool, follows: str, attrs: dict[str, Any], lead: tuple[int, ...]
+) -> None:
+    op, data = fused(kind, lead, bias, follows, attrs, "bf16", (21, 40))
+    name = f"triton.{kind}_plain_m16"
+    assert refused(name, op) == []
+    check_interpreted(name, op, data)
+
+
+def test_bias_of_a_single_linear() -> None:
+    types = [tensor(BF16, 2, 3, 40), tensor(BF16, 21, 40), tensor(BF16, 21)]
+    op = make_op("linear", types, {}, [1, 2])
+    check_interpreted("triton.linear_plain_m64", op, [random(t, {}) for t in types])
+
+
+COMPILED = [("bf16", "m16"), ("f8e4m3/128x128:f32", "m64"), ("f4e2m1/32:f8e8m0", "m128"),
+            ("u4/32:f16+f16", "m16"), ("i8/32:f16", "m64")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format_", "tile"), COMPILED)
+def test_products_compile_for_cards_that_are_not_here(format_: str, tile: str) -> None:
+    op, _ = linear(format_, (256, 576, 576))
+    check_compiles(f"triton.linear_{STORED[format_]}_{tile}", op)
+
+
+def test_small_tiles_cost_less_where_rows_are_few() -> None:
+    kernels = installed().kernels
+    few, _ = linear("bf16", (16, 4096, 4096))
+    many, _ = linear("bf16", (4096, 4096, 4096))
+
+    def efforts(op: Op) -> list[float]:
+        found = [kernels.get(f"triton.linear_plain_{tile}").effort for tile in TILES]
+        return [f(op, CARDS["1xh200"], {}) for f in found if f is not None]
+
+    assert efforts(few) == sorted(efforts(few))
+    assert efforts(few)[0] < 1.1 < 8 <= efforts(few)[2]
+    assert max(efforts(many)) < 1.5
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format_", ["u4/32:f16+f16", "i4/32:f16", "u4/128:f32+f32", "i4/32:f32"])
+@pytest.mark.parametrize("width", [64, 37, 1])
+def test_nibbles_are_unpacked_exactly(format_: str, width: int) -> None:
+    dtype = parse_dtype(format_)
+    assert isinstance(dtype, Block)
+    weight = quantize(np.random.default_rng(2).normal(size=(5, width)).astype(np.float32), dtype)
+    type_ = tensor(dtype, 5, width)
+    packed = nibbles.pack(weight)
+    found = nibbles.unpack(packed, type_)
+    assert isinstance(found, BlockArray)
+    np.testing.assert_array_equal(found.codes, weight.codes)
+    np.testing.assert_array_equal(found.scales, weight.scales)
+    assert (found.offsets is None) == (weight.offsets is None)
+    if weight.offsets is not None:
+        np.testing.assert_array_equal(found.offsets, weight.offsets)
+    typed = nibbles.typed(type_)
+    for part in ("codes", "scales", "offsets"):
+        real, shown = getattr(packed, part), getattr(typed, part)
+        if real is not None:
+            assert (real.shape, real.dtype) == (shown.shape, shown.dtype)
+    held = [packed.codes, packed.scales, *([packed.offsets] if packed.offsets is not None else [])]
+    assert nibbles.num_bytes(type_) == sum(t.numel() * t.element_size() for t in held)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_refusals() -> None:
+    op, _ = linear("f8e4m3/32:f32", (4, 8, 64))
+    (found,) = refused("triton.linear_codes_m16", op)
+    assert found == "wanted operand 1 is fp8 or fp4 codes, found f8e4m3/32:f32"
+    op, _ = linear("bf16", (4, 8, 64), "f32")
+    assert "activations of f32" in refused("triton.linear_plain_m16", op)[0]
+    wide, _ = linear("i4/128:f16", (4, 8, 128))
+    assert refused("triton.linear_int4_m16", wide) == []
+    assert refused("triton.linear_int4_m64", wide) != []
+
+
+def test_what_follows_must_stay_in_its_place() -> None:
+
+    graph = parse_graph("""graph g(%x: bf16[T,64], %w: bf16[32,64]) {
+      %0 = linear(%x, %w) : bf16[T,32]
+      %1 = softmax(%0) : bf16[T,32]
+      return %1
+    }""")
+    (found,) = refused("triton.linear_silu_plain_m16", as_op(graph, "linear_silu"))
+    assert "does not know softmax" in found
