@@ -5,7 +5,7 @@ Few pairs go tile by pair, unsorted; more are sorted by expert on the device fir
 tiles of each expert never comes to the host.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -244,7 +244,11 @@ def tiles_for(call: Experts, *, wide: bool = False) -> Tiles:
     rows = next((n for n in (16, 32, 64) if each <= 1.5 * n), 128)
     if rows <= 32:
         depth, stages = {"plain": (128, 4), "e4m3": (128, 5), "e2m1": (256, 4)}[form]
-        return Tiles(Tile(rows, 32, depth, 4, stages), Tile(rows, 64, depth, 4, stages))
+        # NOTE: 64 outputs of a scaled product become wgmma with its operands swapped, and tokens
+        # are then read 4 bytes at a time.
+        columns = 16 if form == "e2m1" else 32
+        gate_up = Tile(rows, columns, depth, 4, stages)
+        return Tiles(gate_up, replace(gate_up, columns=2 * columns))
     if rows == 64:
         return Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3))
     if wide:

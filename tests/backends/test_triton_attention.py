@@ -30,7 +30,7 @@ CASES = {
     "one": Case((5,), (1,), heads=(4, 1), padding=(0, 0)),
     "one head": replace(MIXED, heads=(2, 2), widths=(32, 32)),
     "8 heads of one key head": Case((70, 3, 33), (1, 1, 1), heads=(8, 1), padding=(2, 2)),
-    "9 of 3, window": Case((70, 3, 50), (17, 0, 1), heads=(9, 3), window=20),
+    "9 of 3, window": Case((50, 3, 40), (9, 0, 1), heads=(9, 3), window=20),
     "96 and 80 wide": replace(MIXED, widths=(96, 80), heads=(2, 1), page=64),
     "capped": replace(MIXED, softcap=3.0, scale=0.3, page=32, dtype="f16"),
 }
@@ -85,12 +85,11 @@ DECODE = {"T": 16, "B": 16, "P": 64}
 PREFILL = {"T": 16384, "B": 8, "P": 128}
 
 
-@pytest.mark.parametrize(("width", "page"), [(96, 16), (128, 64)])
+@pytest.mark.parametrize(("width", "page"), [(96, 16), (128, 64), (256, 32)])
 def test_they_fit_both_cards(width: int, page: int) -> None:
     op = symbolic((32, 8), width, page)
     for name, env in zip(FORMS, (PREFILL, DECODE), strict=True):
-        # Spills cost time; wide heads and the card without wgmma have a few.
-        check_compiles(name, op, env, spills=width > 96)
+        check_compiles(name, op, env)
 
 
 def test_they_fit_8_heads_of_one_key_head() -> None:

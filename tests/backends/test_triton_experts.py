@@ -128,8 +128,10 @@ def qwen3(format_: str, experts_: int = 128, inner: int = 768) -> Op:
 FORMATS = {"bf16": "bf16", "e4m3": FP8, "e2m1": MXFP4}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 16, 16384])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("bf16", 1), ("bf16", 16), ("bf16", 16384), ("e4m3", 16), ("e4m3", 16384), ("e2m1", 16)],
+)
 def test_they_fit_both_cards(name: str, tokens: int) -> None:
     # Spills cost time: fp8's second accumulator has a few.
     check_compiles(f"triton.experts_{name}", qwen3(FORMATS[name]), {"T": tokens}, spills=True)

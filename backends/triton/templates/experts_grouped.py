@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from metainfer.backends.triton.templates.experts_tile import activate, add_product
+from metainfer.backends.triton.templates.experts_tile import activate, multiply
 
 
 @triton.jit
@@ -66,13 +66,10 @@ def experts_gate_up(
         offset = far * scale_expert + block * scale_out
         scales = tl.where(is_up, up_scale + offset, gate_scale + offset)
     rows = x + (pair // CHOICES).to(tl.int64)[:, None] * x_token + tl.arange(0, DEPTH)[None, :]
-    acc = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
-    for at in tl.range(0, D, DEPTH):
-        inputs = tl.load(rows + at, mask=there[:, None], other=0.0)
-        acc = add_product(
-            acc, inputs, codes, scales, at, scale_in,
-            FORMAT, 2 * COLUMNS, DEPTH, WIDE, POWERS, NATIVE,
-        )  # fmt: skip
+    acc = multiply(
+        rows, there, codes, scales, 0, D, scale_in,
+        FORMAT, ROWS, 2 * COLUMNS, DEPTH, WIDE, POWERS, NATIVE,
+    )  # fmt: skip
     gated, upped = tl.split(tl.reshape(acc, (ROWS, COLUMNS, 2)))
     share = tl.load(weights + pair, mask=there, other=0.0).to(tl.float32)
     value = activate(gated, GELU) * upped * share[:, None]
@@ -115,14 +112,11 @@ def experts_down(
         scales = down_scale + far * scale_expert + block * scale_out
     row = place + tl.arange(0, ROWS)
     rows = hidden + row.to(tl.int64)[:, None] * hidden_row + tl.arange(0, DEPTH)[None, :]
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     span = tl.cdiv(F, DEPTH * PARTS) * DEPTH
-    for at in tl.range(part * span, tl.minimum(part * span + span, F), DEPTH):
-        inputs = tl.load(rows + at, mask=there[:, None], other=0.0)
-        acc = add_product(
-            acc, inputs, codes, scales, at, scale_in,
-            FORMAT, COLUMNS, DEPTH, WIDE, POWERS, NATIVE,
-        )  # fmt: skip
+    acc = multiply(
+        rows, there, codes, scales, part * span, tl.minimum(part * span + span, F), scale_in,
+        FORMAT, ROWS, COLUMNS, DEPTH, WIDE, POWERS, NATIVE,
+    )  # fmt: skip
     spot = pairs + (pair * PARTS + part).to(tl.int64)[:, None] * D + column[None, :]
     tl.store(spot, acc.to(pairs.dtype.element_ty), mask=there[:, None] & (column[None, :] < D))
 

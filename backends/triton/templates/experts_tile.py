@@ -39,36 +39,74 @@ def unpack_e2m1(codes, scales, OUT: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
+def load_scales(
+    scales, at, stop, stride_scale,
+    FORMAT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Scales of inputs ``at .. at + DEPTH``: [OUT], or [OUT, DEPTH / 32] in "e2m1"."""
+    if FORMAT == "e2m1":
+        block = at // 32 + tl.arange(0, DEPTH // 32)
+        found = tl.load(scales[:, None] + block[None, :], mask=at < stop, other=0)
+    else:
+        place = 0
+        if WIDE > 0:
+            place = at // WIDE
+        found = tl.load(scales + place * stride_scale, mask=at < stop, other=0)
+    return found
+
+
+@triton.jit
 def add_product(
-    acc, x, codes, scales, at, stride_scale,
-    FORMAT: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
-    POWERS: tl.constexpr, NATIVE: tl.constexpr,
+    acc, x, codes, scale, at,
+    FORMAT: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, POWERS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """acc + x @ w.T for inputs ``at .. at + DEPTH``.
 
-    Shapes: acc [rows, OUT], x [rows, DEPTH], codes and scales: pointers of each output, [OUT].
+    Shapes: acc [rows, OUT], x [rows, DEPTH], codes: pointers of each output, [OUT].
     """
     if FORMAT == "e2m1":
         byte = at // 2 + tl.arange(0, DEPTH // 2)
         w = tl.load(codes[:, None] + byte[None, :])
-        block = at // 32 + tl.arange(0, DEPTH // 32)
-        s = tl.load(scales[:, None] + block[None, :])
         if NATIVE:
-            acc = tl.dot_scaled(x, None, "bf16", tl.trans(w), s, "e2m1", acc, fast_math=True)
+            acc = tl.dot_scaled(x, None, "bf16", tl.trans(w), scale, "e2m1", acc, fast_math=True)
         else:
-            acc = tl.dot(x, tl.trans(unpack_e2m1(w, s, OUT, DEPTH).to(x.dtype)), acc)
+            acc = tl.dot(x, tl.trans(unpack_e2m1(w, scale, OUT, DEPTH).to(x.dtype)), acc)
     else:
         inner = at + tl.arange(0, DEPTH)
         w = tl.load(codes[:, None] + inner[None, :])
         if FORMAT == "e4m3":
-            place = 0
-            if WIDE > 0:
-                place = at // WIDE
-            s = scale_value(tl.load(scales + place * stride_scale), POWERS)
             # Codes are exact in bf16; a scaled weight would not be.
-            acc += tl.dot(x, tl.trans(w.to(x.dtype))) * s[None, :]
+            factor = scale_value(scale, POWERS)
+            acc += tl.dot(x, tl.trans(w.to(x.dtype))) * factor[None, :]
         else:
             acc = tl.dot(x, tl.trans(w), acc)
+    return acc
+
+
+@triton.jit
+def multiply(
+    rows, there, codes, scales, first, stop, stride_scale,
+    FORMAT: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr,
+    WIDE: tl.constexpr, POWERS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """x @ w.T over inputs ``first .. stop``, [ROWS, OUT] in float32.
+
+    The next step's scales are read a step ahead: the pipeline of the loop leaves such small reads
+    alone, and each would wait for memory. Shapes: rows: pointers [ROWS, DEPTH], codes and scales:
+    pointers of each output, [OUT].
+    """
+    acc = tl.zeros([ROWS, OUT], tl.float32)
+    scale = 0
+    if FORMAT != "plain":
+        scale = load_scales(scales, first, stop, stride_scale, FORMAT, DEPTH, WIDE)
+    for at in tl.range(first, stop, DEPTH):
+        ahead = scale
+        if FORMAT != "plain":
+            ahead = load_scales(scales, at + DEPTH, stop, stride_scale, FORMAT, DEPTH, WIDE)
+        inputs = tl.load(rows + at, mask=there[:, None], other=0.0)
+        acc = add_product(acc, inputs, codes, scale, at, FORMAT, OUT, DEPTH, POWERS, NATIVE)
+        scale = ahead
     return acc
 
 
