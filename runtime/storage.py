@@ -13,6 +13,7 @@ from metainfer.ir.errors import PlanError
 from metainfer.ir.rope import Rope
 from metainfer.ir.step import STEP_FIELDS
 from metainfer.ir.types import StateType
+from metainfer.runtime.step_record import StepRecord
 
 _ROPE_FIELDS = tuple(Rope.__dataclass_fields__)
 
@@ -41,11 +42,8 @@ class Storage:
         self.states: dict[str, dict[str, torch.Tensor]] = {}
         self._positions = positions
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        fields = STEP_FIELDS if has_step else {}
-        self._step = {
-            name: torch.zeros(_most(name, limits), dtype=torch.int32, device=device)
-            for name in fields
-        }
+        sizes = {name: _most(name, limits) for name in STEP_FIELDS} if has_step else {}
+        self._record = StepRecord(sizes, device)
 
     def weights_of(self, phase: str) -> dict[str, Any]:
         """Resident weights of a phase by flat name; two phases may pack one tensor differently."""
@@ -80,13 +78,11 @@ class Storage:
 
     def set_step(self, step: Mapping[str, np.ndarray]) -> None:
         """Copy the step record in."""
-        for name, data in step.items():
-            flat = torch.from_numpy(np.ascontiguousarray(data, dtype=np.int32).reshape(-1))
-            self._step[name][: flat.numel()].copy_(flat)
+        self._record.write(step)
 
     def step_field(self, name: str) -> torch.Tensor:
         """Storage of a step field, flat."""
-        return self._step[name]
+        return self._record.field(name)
 
     def rope_tables(
         self, attrs: Mapping[str, Any], width: int
