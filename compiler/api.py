@@ -32,7 +32,8 @@ from metainfer.hardware.load import load_machine
 from metainfer.hardware.machine import Machine
 from metainfer.ir.dtypes import DType, parse_dtype
 from metainfer.ir.errors import CheckpointError, MetainferError, Unsupported
-from metainfer.ir.graph import Module
+from metainfer.ir.graph import Binding, Module
+from metainfer.ir.histogram import RoutingHistogram, layer_of
 from metainfer.ir.options import Options
 from metainfer.ir.plan import Plan
 from metainfer.ir.strategy import Layout, Strategy
@@ -91,7 +92,17 @@ def compile(
     argument = _argument(model, spec)
     checkpoint, absent = _open(spec)
     given = Job(
-        spec, machine, chosen, installed(), checkpoint, absent, Report(), progress, argument
+        spec,
+        machine,
+        chosen,
+        installed(),
+        checkpoint,
+        absent,
+        Report(),
+        progress,
+        argument,
+        {},
+        _routing(chosen),
     )
     if os.environ.get("METAINFER_VERIFY", "1") == "2":
         given = _checked_on_tiny(given, begun)
@@ -153,6 +164,29 @@ def _checked_on_tiny(given: Job, begun: float) -> Job:
     return given
 
 
+def _routing(options: Options) -> RoutingHistogram | None:
+    return RoutingHistogram.read(Path(options.routing)) if options.routing else None
+
+
+def _check_routing(given: Job, module: Module) -> None:
+    """Hold the histogram against the model's layers with experts."""
+    layers, counts = [], set()
+    for call in module.calls():
+        for op in module.graph(str(call.attr["block"])).ops:
+            if op.name == "experts":
+                binding = Binding.of(call)
+                layers.append(layer_of([binding.full_name(w.name[1:]) for w in op.operands[3:]]))
+                counts.add(op.operands[3].tensor.shape[0].static)
+    if given.routing is None:
+        return
+    if not layers:
+        raise MetainferError(
+            f"{given.spec.name} has no experts that a histogram could place",
+            advice="leave --routing out",
+        )
+    given.routing.check(given.spec.name, layers, max(counts))
+
+
 def _open(spec: ModelSpec) -> tuple[Checkpoint | None, str]:
     """The checkpoint; or why there is none: the spec names none, or it is not on this machine."""
     try:
@@ -176,6 +210,7 @@ def _compile(given: Job, instance: nn.Module | None, begun: float) -> Plan:
     start = time.perf_counter()
     module = _attach(given, captured, strategies)
     timings["attach"] = time.perf_counter() - start
+    _check_routing(given, module)
     start = time.perf_counter()
     layout = _layout(given, module, strategies)
     timings["layout"] = time.perf_counter() - start
@@ -390,9 +425,11 @@ def _run_phase(
         given.backends.kernels,
         CostModel(given.backends.layouts, given.machine, strategy.mesh, strategy.first_rank),
         report,
+        given.routing,
+        given.constants,
     )
     bounded = _bounded(module, strategy)
-    check = pass_checker(bounded, strategy.activations) if given.interpreted else None
+    check = pass_checker(bounded, strategy, given.constants) if given.interpreted else None
     compiled, timings = run_passes(bounded, target, check=check)
     return compiled, timings, report
 

@@ -46,6 +46,7 @@ def assemble(
         "timings": dict(timings),
     }
     constants = {n: t.detach().cpu().numpy() for n, t in captured.constants.items()}
+    constants.update(given.constants)
     return Plan(json.loads(json.dumps(meta)), texts, constants)
 
 

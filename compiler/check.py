@@ -5,7 +5,7 @@ with the check on is the model's tiny form.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from metainfer.ir.dtypes import Block, BlockArray, DType, quantize
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Binding, Module
 from metainfer.ir.interpret import Result, StateArrays, interpret
+from metainfer.ir.sharding import is_local
+from metainfer.ir.simulate import RankInput, simulate
+from metainfer.ir.strategy import Strategy
 from metainfer.ir.types import TensorType
 from metainfer.runtime.checkpoint.stacked import is_stacked, member, stack
 
@@ -25,28 +28,37 @@ _TOLERANCE = {"f64": 1e-9, "f32": 2e-4, "f16": 2e-2, "bf16": 6e-2}
 
 @dataclass(frozen=True)
 class _Step:
-    """Two sequences: one new, one continued."""
+    """Two sequences: one new, one continued; or both new."""
 
     tokens: int = 5
     lengths: tuple[int, int] = (3, 6)
     counts: tuple[int, int] = (3, 2)
 
 
+# What ranks hold of a history depends on the layout: their sequences are new.
+_FRESH = _Step(lengths=(3, 2))
+
+
 def pass_checker(
-    module: Module, activations: str, seed: int = 0
+    module: Module, strategy: Strategy, constants: Mapping[str, np.ndarray], seed: int = 0
 ) -> Callable[[str, Module, Module], None]:
     """A function (pass, before, after) that raises if the two compute different numbers.
 
     Args:
         module: as captured, with its load graphs; its checkpoint tensors are drawn at random.
-        activations: element type between ops, which sets the tolerance.
+        strategy: of the phase: the type of activations sets the tolerance, and a mesh means that
+            what is local to ranks is run on all of them.
+        constants: tensors that passes make.
         seed: of the random numbers.
     """
     rng = np.random.default_rng(seed)
     drawn: dict[str, np.ndarray | BlockArray] = {}
     types = _checkpoint_types(module)
+    plan = _FRESH if strategy.mesh.num_ranks > 1 else _Step()
 
     def weight(name: str) -> np.ndarray | BlockArray:
+        if name in constants:
+            return constants[name]
         if name not in types and is_stacked(name):
             # A pass put tensors together that were apart.
             numbers = itertools.takewhile(lambda n: member(name, n) in types, itertools.count())
@@ -61,15 +73,15 @@ def pass_checker(
         key = id(candidate)
         if key not in outcome:
             outcome.clear()
-            outcome[key] = _interpret(candidate, weight, seed)
+            outcome[key] = _interpret(candidate, weight, seed, plan)
         return outcome[key]
 
     def check(name: str, before: Module, after: Module) -> None:
         # A quantizing pass changes numbers on purpose; `metainfer verify` measures it.
         if name == "quantize":
             return
-        first, second = _interpret(before, weight, seed), run(after)
-        _compare(name, first, second, activations)
+        first, second = _interpret(before, weight, seed, plan), run(after)
+        _compare(name, first, second, strategy.activations)
 
     return check
 
@@ -105,19 +117,29 @@ def _as(
     return values.astype(dtype.numpy)
 
 
-def _interpret(module: Module, weight: Callable[[str], Any], seed: int) -> Result:
+def _interpret(module: Module, weight: Callable[[str], Any], seed: int, plan: _Step) -> Result:
     rng = np.random.default_rng(seed + 1)
-    step, states = (_step(module), _states(module)) if module.has_step else ({}, {})
+    step, states = (_step(module, plan), _states(module, plan)) if module.has_step else ({}, {})
     sizes = {s.name: min(max(s.low, 3), s.high) for s in module.symbols}
     if module.has_step:
-        sizes["T"] = _Step().tokens
+        sizes["T"] = plan.tokens
     inputs = []
     for value in module.main.inputs:
         shape = value.tensor.concrete(sizes)
         dtype = value.tensor.dtype
         values = rng.standard_normal(shape).astype(np.float32)
         inputs.append(np.asarray(_as(values, dtype, rng, shape)))
-    return interpret(module, inputs, weight, step=step, states=states)
+    if _is_of_one_rank(module):
+        return interpret(module, inputs, weight, step=step, states=states)
+    # Every replica is given the same step, so that all ranks return the same.
+    ranks = [RankInput(inputs, step, states)] * module.mesh.num_ranks
+    return simulate(module, ranks, weight)[0]
+
+
+def _is_of_one_rank(module: Module) -> bool:
+    """Whether no op needs other ranks: one rank's module, or the global form of several."""
+    graphs = (*module.graphs, *module.loads)
+    return not any(is_local(op.name, op.attr) for graph in graphs for op in graph.ops)
 
 
 def _page_of(module: Module) -> int:
@@ -125,8 +147,8 @@ def _page_of(module: Module) -> int:
     return max(sizes, default=0) or _PAGE
 
 
-def _step(module: Module) -> dict[str, np.ndarray]:
-    plan, page = _Step(), _page_of(module)
+def _step(module: Module, plan: _Step) -> dict[str, np.ndarray]:
+    page = _page_of(module)
     most = -(-max(plan.lengths) // page)
     pages = np.zeros((2, most), np.int32)
     free = iter(range(1, 100))
@@ -145,10 +167,10 @@ def _step(module: Module) -> dict[str, np.ndarray]:
     return {**{k: np.asarray(v, np.int32) for k, v in found.items()}, "pages": pages}
 
 
-def _states(module: Module) -> dict[str, StateArrays]:
+def _states(module: Module, plan: _Step) -> dict[str, StateArrays]:
     """Paged states with random history; the same numbers for every page size."""
-    plan, page = _Step(), _page_of(module)
-    table = _step(module)["pages"]
+    page = _page_of(module)
+    table = _step(module, plan)["pages"]
     found: dict[str, StateArrays] = {}
     for call in (None, *module.calls()):
         graph = module.main if call is None else module.graph(str(call.attr["block"]))

@@ -8,6 +8,8 @@ from metainfer.compiler.capacity import Capacity
 from metainfer.hardware.device import Device
 from metainfer.hardware.machine import Machine
 from metainfer.ir.graph import Module
+from metainfer.ir.histogram import RoutingHistogram
+from metainfer.ir.ops.record import Array
 from metainfer.ir.options import Options
 from metainfer.ir.strategy import Strategy
 from metainfer.models.spec import ModelSpec
@@ -30,6 +32,8 @@ class Job:
     report: Report
     progress: Progress
     argument: str
+    constants: dict[str, Array]  # tensors that passes make
+    routing: RoutingHistogram | None = None
     interpreted: bool = False  # whether every pass is checked by interpreting before and after
 
     @property

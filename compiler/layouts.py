@@ -17,6 +17,7 @@ from metainfer.ir.ops.record import VIEW, op_def
 from metainfer.ir.options import Options
 from metainfer.ir.strategy import Layout, Strategy
 from metainfer.passes.localize import localize
+from metainfer.passes.place_experts import place_experts
 from metainfer.passes.shard import shard, typical_steps
 from metainfer.passes.stages import split_stages
 from metainfer.passes.target import Decision, Report, Target
@@ -161,8 +162,8 @@ def _broken_rule(
         return f"ep is 1, tp, dp or dp * tp: {layout.ep} with dp={layout.dp} tp={layout.tp}"
     if layout.ep > 1 and not num_experts:
         return "ep spreads experts: the model has none"
-    if layout.ep > 1 and num_experts % layout.ep:
-        return f"experts divide by ep: {num_experts} over {layout.ep}"
+    if layout.ep > max(num_experts, 1):
+        return f"a rank holds one expert at least: {num_experts} experts over {layout.ep}"
     num_calls = sum(1 for _ in module.calls())
     if layout.pp > max(num_calls, 1):
         return f"a stage holds one block at least: {num_calls} blocks, {layout.pp} stages"
@@ -222,7 +223,7 @@ class _Pricer:
                 first_rank=number * layout.stage_ranks,
             )  # fmt: skip
             target = self._target(strategy)
-            local = localize(self._sharded(stage, layout, number), target)
+            local = localize(self._sharded(stage, layout, number, target), target)
             heaviest = max(heaviest, _weight_bytes(local))
             held = max(held, _state_bytes(local, strategy))
             seconds += _seconds_per_token(local, target) / layout.dp
@@ -234,14 +235,16 @@ class _Pricer:
             refused += f"of {_gb(self._budget)}"
         return Estimate(layout, heaviest, held, seconds, refused)
 
-    def _sharded(self, stage: Module, layout: Layout, number: int) -> Module:
+    def _sharded(self, stage: Module, layout: Layout, number: int, target: Target) -> Module:
         """The stage sharded over tp, the mesh being the layout's: replicas change nothing there."""
         over_tp = layout.experts if "tp" in layout.experts else ()
-        key = (layout.pp, number, layout.tp, over_tp)
+        # Slots stand for experts where those are placed; their number is ep's.
+        key = (layout.pp, number, layout.tp, over_tp, layout.ep)
         if key not in self._made:
             mesh = Layout(tp=layout.tp).mesh
             strategy = replace(self._strategy, mesh=mesh, experts=over_tp)
-            self._made[key] = shard(stage, self._target(strategy))
+            placed = place_experts(stage, target)
+            self._made[key] = shard(placed, self._target(strategy))
         return replace(self._made[key], mesh=layout.mesh)
 
 

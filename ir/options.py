@@ -36,6 +36,8 @@ class Options:
         dp: replicas, each with sequences of its own.
         pp: pipeline stages.
         ep: ranks over which whole experts are spread: 1, tp, dp or dp * tp.
+        routing: file of a routing histogram by which experts are placed; "" for none.
+        replicas: copies of experts beside the first of each, over all ranks of ep.
         strict: whether a generic fallback is an error.
         pins: (group, kernel) choices forced by the user; a group is an op name or fused kind.
         forbids: kernels never to be chosen.
@@ -55,6 +57,8 @@ class Options:
     dp: int = 0
     pp: int = 0
     ep: int = 0
+    routing: str = ""
+    replicas: int = 0
     strict: bool = False
     pins: tuple[tuple[str, str], ...] = ()
     forbids: tuple[str, ...] = ()
@@ -81,7 +85,7 @@ class Options:
                 f"max_sequences = {self.max_sequences} is more than max_tokens = {self.max_tokens}",
                 advice="a decode step holds one token of each sequence: raise max_tokens",
             )
-        for name in ("max_context", "page_size", "tp", "dp", "pp", "ep"):
+        for name in ("max_context", "page_size", "tp", "dp", "pp", "ep", "replicas"):
             if getattr(self, name) < 0:
                 raise OptionError(
                     f"{name} = {getattr(self, name)} is negative",

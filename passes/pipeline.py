@@ -17,6 +17,7 @@ from metainfer.passes.fuse import fuse
 from metainfer.passes.layout import layout
 from metainfer.passes.localize import localize
 from metainfer.passes.merge_linears import merge_linears
+from metainfer.passes.place_experts import place_experts
 from metainfer.passes.quantize import quantize
 from metainfer.passes.raise_experts import raise_experts
 from metainfer.passes.raise_ops import raise_ops
@@ -39,6 +40,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("canonicalize", canonicalize),
     Pass("raise_experts", raise_experts),
     Pass("quantize", quantize),
+    Pass("place_experts", place_experts),
     Pass("shard", shard),
     Pass("localize", localize),
     Pass("merge_linears", merge_linears),

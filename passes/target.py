@@ -12,6 +12,8 @@ from metainfer.backends.kernel import Cost, Kernel, Registry
 from metainfer.hardware.device import Device
 from metainfer.hardware.machine import Machine
 from metainfer.ir.graph import Op
+from metainfer.ir.histogram import RoutingHistogram
+from metainfer.ir.ops.record import Array
 from metainfer.ir.options import Options
 from metainfer.ir.strategy import Strategy
 from metainfer.ir.types import TensorType
@@ -78,7 +80,18 @@ class Report:
 
 @dataclass(frozen=True)
 class Target:
-    """The outside, as a pass sees it."""
+    """The outside, as a pass sees it.
+
+    Attributes:
+        machine: where the plan runs.
+        strategy: of the phase.
+        options: what the user asked for.
+        kernels: all kernels' contracts.
+        costs: predicts times.
+        report: gets every decision.
+        routing: how often each expert is chosen, None if nobody recorded it.
+        constants: gets tensors that a pass makes and no checkpoint holds, by full name.
+    """
 
     machine: Machine
     strategy: Strategy
@@ -86,6 +99,8 @@ class Target:
     kernels: Registry
     costs: CostModel
     report: Report
+    routing: RoutingHistogram | None = None
+    constants: dict[str, Array] = field(default_factory=dict[str, Array])
 
     @property
     def device(self) -> Device:

@@ -48,6 +48,11 @@ class LoadEditor:
         """Ops of the load graph so far."""
         return tuple(self._builder.ops)
 
+    def source(self, value: Value) -> Value:
+        """Declare a tensor of the checkpoint (or of the plan) that the load graph reads."""
+        self._sources.append(value)
+        return value
+
     def emit(self, name: str, *operands: Value, **attrs: object) -> Value:
         """Append a load op."""
         return self._builder.emit(name, *operands, **attrs)  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ class StepGraphs:
         Running a decode step several times over is harmless: it writes the same keys and values to
         the same places.
         """
-        stream = torch.cuda.Stream()
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):

@@ -5,8 +5,9 @@ passes: sharding, fusion, layouts of weights and choices of kernels are those of
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,12 +20,14 @@ from ranks import ManyRanks, OneRank
 import metainfer
 from metainfer.hardware import load_machine
 from metainfer.hardware.machine import Machine
-from metainfer.ir.errors import Unsupported
+from metainfer.ir.errors import HistogramError, Unsupported
+from metainfer.ir.histogram import RoutingHistogram
 from metainfer.ir.plan import Plan
 from metainfer.models.decoder import Decoder, decoder_spec
 from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
 
 PAGES, RANKS = 12, 8
+PLACED = "place_experts"
 DENSE = DecoderConfig(
     hidden=32, layers=3, heads=8, kv_heads=2, head_dim=8, intermediate=64, vocab=64,
     max_positions=64, qkv_bias=True,
@@ -57,11 +60,19 @@ def weights_of(kind: str) -> Mapping[str, np.ndarray]:
 
 
 @cache
-def plan_of(kind: str, pp: int, dp: int, tp: int, ep: int, weights: str = "f32") -> Plan:
+def plan_of(
+    kind: str, pp: int, dp: int, tp: int, ep: int, routing: str = "", replicas: int = 0
+) -> Plan:
     return metainfer.compile(
-        decoder_spec("small", CONFIGS[kind]), cpus(), activations="f32", weights=weights,
-        exact=True, max_tokens=16, max_sequences=4, page_size=16, pp=pp, dp=dp, tp=tp, ep=ep,
+        decoder_spec("small", CONFIGS[kind]), cpus(), activations="f32", weights="f32",
+        routing=routing, replicas=replicas, exact=True, max_tokens=16, max_sequences=4,
+        page_size=16, pp=pp, dp=dp, tp=tp, ep=ep,
     )  # fmt: skip
+
+
+def provider(plan: Plan, kind: str) -> Callable[[str], np.ndarray]:
+    """The model's tensors, and those that the plan carries."""
+    return {**weights_of(kind), **plan.constants}.__getitem__
 
 
 class Stages:
@@ -70,7 +81,7 @@ class Stages:
     def __init__(self, plan: Plan, kind: str) -> None:
         self.phases = {
             phase: [
-                ManyRanks(plan.module(phase, stage), weights_of(kind).__getitem__, PAGES, 16)
+                ManyRanks(plan.module(phase, stage), provider(plan, kind), PAGES, 16)
                 for stage in range(plan.layout.pp)
             ]
             for phase in plan.phases
@@ -127,6 +138,56 @@ def test_simulated_ranks_of_a_plan_compute_what_one_rank_computes(
             np.testing.assert_allclose(got[phase][replica], wanted, atol=5e-5, rtol=5e-5)
 
 
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A histogram in which few experts do most of the work, others in each layer."""
+    path = tmp_path_factory.mktemp("routing") / "skewed.json"
+    layers = [f"model.layers.{i}.mlp.experts" for i in range(SPARSE.layers)]
+    counts = [[1000 // (1 + (e + 3 * i) % 8) ** 2 for e in range(8)] for i in range(SPARSE.layers)]
+    RoutingHistogram("small", tuple(layers), tuple(map(tuple, counts))).save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas"),
+    [((1, 1, 4, 4), 4), ((1, 4, 1, 4), 0), ((2, 2, 2, 4), 8), ((1, 3, 1, 3), 0)],
+)
+def test_placed_experts_with_replicas_compute_the_same(
+    skewed: str, layout: tuple[int, int, int, int], replicas: int
+) -> None:
+    plan = plan_of("sparse", *layout, routing=skewed, replicas=replicas)
+    orders = [v for n, v in plan.constants.items() if n.endswith("slot_order")]
+    assert len(orders) == SPARSE.layers
+    assert any(not np.array_equal(orders[0], other) for other in orders[1:])
+    (line,) = {d["reason"] for d in plan.entry("decode")["decisions"] if d["place"] == PLACED}
+    assert "of the mean" in line
+    stages, lengths = Stages(plan, "sparse"), (4, 1, 3)
+    got = [
+        stages.run("prefill", [prefill_step(lengths, n, 16) for n in range(layout[1])]),
+        stages.run("decode", [decode_step(lengths, n, 16) for n in range(layout[1])]),
+    ]
+    for replica in range(layout[1]):
+        for phase, wanted in enumerate(reference("sparse", replica, lengths)):
+            np.testing.assert_allclose(got[phase][replica], wanted, atol=5e-5, rtol=5e-5)
+
+
+def test_a_histogram_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    RoutingHistogram("other", ("model.layers.0.mlp.experts",), ((1,) * 8,)).save(path)
+    with pytest.raises(HistogramError, match="of model 'other'"):
+        plan_of("sparse", 1, 1, 4, 4, routing=str(path))
+
+
+def test_every_pass_of_several_ranks_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAINFER_VERIFY", "2")
+    spec = decoder_spec("checked", SPARSE, tiny=lambda: decoder_spec("tiny", SPARSE, tiny=None))
+    plan = metainfer.compile(
+        spec, cpus(), activations="f32", weights="f32", exact=True, max_tokens=16,
+        max_sequences=4, dp=2, tp=2, ep=4, replicas=4,
+    )  # fmt: skip
+    assert plan.layout.num_ranks == 4
+
+
 def test_a_rank_holds_its_part_of_the_weights() -> None:
     whole = plan_of("sparse", 1, 1, 1, 1).capacity()["terms"][0]["bytes"]
     for layout, most in (((1, 1, 4, 4), 0.35), ((2, 2, 2, 4), 0.25)):
@@ -146,5 +207,5 @@ def test_a_rank_holds_its_part_of_the_weights() -> None:
 def test_a_forbidden_layout_names_its_rule(asked: dict[str, int], rule: str) -> None:
     fixed = {"pp": 0, "dp": 0, "tp": 0, "ep": 0, **asked}
     with pytest.raises(Unsupported) as caught:
-        plan_of("sparse", **fixed)
+        plan_of("dense" if "tp" in asked and len(asked) == 1 else "sparse", **fixed)
     assert rule in f"{caught.value.what}\n{caught.value.text}"

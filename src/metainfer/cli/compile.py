@@ -61,6 +61,10 @@ def compile_model(
     dp: Annotated[int, typer.Option(help="replicas, each with its own sequences")] = 0,
     pp: Annotated[int, typer.Option(help="pipeline stages")] = 0,
     ep: Annotated[int, typer.Option(help="ranks that whole experts are spread over")] = 0,
+    routing: Annotated[
+        str, typer.Option(metavar="FILE", help="histogram that experts are placed by")
+    ] = "",
+    replicas: Annotated[int, typer.Option(help="copies of experts beside the first")] = 0,
     strict: Annotated[
         bool, typer.Option("--strict", help="refuse generic kernels: exit code 3 if one is needed")
     ] = False,
@@ -83,7 +87,8 @@ def compile_model(
     options = Options(
         activations=activations, weights=weights, exact=exact, kv=kv, max_tokens=max_tokens,
         max_sequences=max_sequences, max_context=max_context, page_size=page_size,
-        memory_fraction=memory_fraction, tp=tp, dp=dp, pp=pp, ep=ep, strict=strict,
+        memory_fraction=memory_fraction, tp=tp, dp=dp, pp=pp, ep=ep, routing=routing,
+        replicas=replicas, strict=strict,
         pins=read_pins(pin), forbids=tuple(forbid or ()), skip_passes=tuple(skip_pass or ()),
     )  # fmt: skip
     machine = load_machine(hw)
