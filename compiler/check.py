@@ -53,7 +53,7 @@ def pass_checker(
     """
     rng = np.random.default_rng(seed)
     drawn: dict[str, np.ndarray | BlockArray] = {}
-    types = _checkpoint_types(module)
+    types = checkpoint_types(module)
     plan = _FRESH if strategy.mesh.num_ranks > 1 else _Step()
 
     def weight(name: str) -> np.ndarray | BlockArray:
@@ -86,7 +86,8 @@ def pass_checker(
     return check
 
 
-def _checkpoint_types(module: Module) -> dict[str, TensorType]:
+def checkpoint_types(module: Module) -> dict[str, TensorType]:
+    """Types of all tensors of the checkpoint that a module reads, by full name."""
     found: dict[str, TensorType] = {}
     bindings = [("main", Binding(""))]
     bindings += [(str(c.attr["block"]), Binding.of(c)) for c in module.calls()]

@@ -96,7 +96,7 @@ class PhaseExecutor:
 
     def run(self, env: Env) -> None:
         """Run the phase once; inputs and outputs lie in the storage."""
-        for step in self._steps(env):
+        for step in self.launches(env):
             step()
 
     def observe(self, env: Env, watched: Mapping[str, Value], seen: Observer) -> None:
@@ -144,7 +144,8 @@ class PhaseExecutor:
 
     # --- preparation ---------------------------------------------------------------------------
 
-    def _steps(self, env: Env) -> list[Callable[[], None]]:
+    def launches(self, env: Env) -> list[Callable[[], None]]:
+        """The phase at these sizes, launch by launch, on buffers that stay where they are."""
         return [call for calls in self._bind(self._segments(env), env) for call in calls]
 
     def _variant(self, env: Env) -> tuple[int, ...]:

@@ -164,7 +164,7 @@ class LoadedModel:
         """
         executor, env = self._prepare(phase, tokens, step)
         executor.run(env)
-        return executor.output(0, env).float().numpy()
+        return executor.output(0, env).float().cpu().numpy()
 
     def trace(
         self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
