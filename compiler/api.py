@@ -1,5 +1,7 @@
 """compile: the one path from a model to a plan."""
 
+import copy
+import glob
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -205,7 +207,7 @@ def _compile(given: Job, instance: nn.Module | None, begun: float) -> Plan:
     strategies = _strategies(given)
     given.progress(f"capturing {spec.name}")
     start = time.perf_counter()
-    captured = _capture(given, strategies, instance)
+    captured = _settled(given, _capture(given, strategies, instance))
     timings["capture"] = time.perf_counter() - start
     start = time.perf_counter()
     module = _attach(given, captured, strategies)
@@ -354,7 +356,8 @@ def _capture(
         )
     model = instance if instance is not None else built(spec.build)
     if strategy.activations != "f32":
-        model = model.to(dtype)
+        # The caller's module stays as it is.
+        model = (copy.deepcopy(model) if instance is not None else model).to(dtype)
     inputs = [_to_dtype(t, dtype) for t in spec.example_inputs()]
     dims = [_dims_of(spec, i, t) for i, t in enumerate(inputs)]
     names = {name for symbols in dims for name in symbols if name}
@@ -375,7 +378,7 @@ def _attach(given: Job, captured: Captured, strategies: Mapping[str, Strategy]) 
     spec = given.spec
     activations = parse_dtype(next(iter(strategies.values())).activations)
     header: Header
-    constants = {n: (tuple(t.shape), _dtype_of(t)) for n, t in captured.constants.items()}
+    known = _types_of(captured.constants)
     if given.checkpoint is None:
         assumed = activations if spec.dtype is None else parse_dtype(spec.dtype)
         if spec.checkpoint is not None or spec.kind == "causal_lm":
@@ -384,14 +387,16 @@ def _attach(given: Job, captured: Captured, strategies: Mapping[str, Strategy]) 
                 f"{given.absent}"
             )
             given.report.add(Decision(NO_WEIGHTS, "checkpoint", str(assumed), reason))
+        known |= _types_of(captured.buffers)
         header = header_without_weights(captured.module, assumed)
     else:
         wanted = {
             spec.checkpoint_name(name): tuple(n.static for n in value.tensor.shape)
             for name, value in full_weights(captured.module)
-            if name not in constants
+            if name not in known
         }
-        check_tensors(given.checkpoint, expand(wanted), ignore=spec.ignore)
+        unread = [glob.escape(spec.checkpoint_name(name)) for name in captured.unread]
+        check_tensors(given.checkpoint, expand(wanted), ignore=(*spec.ignore, *unread))
         source = TensorSource(given.checkpoint)
 
         def stored(name: str) -> tuple[tuple[int, ...], DType] | None:
@@ -399,10 +404,30 @@ def _attach(given: Job, captured: Captured, strategies: Mapping[str, Strategy]) 
 
         header = stored
 
-    def with_constants(name: str) -> tuple[tuple[int, ...], DType] | None:
-        return constants.get(name) or header(name)
+    def with_known(name: str) -> tuple[tuple[int, ...], DType] | None:
+        return known.get(name) or header(name)
 
-    return attach_checkpoint(captured.module, with_constants, spec.unpermute_heads)
+    return attach_checkpoint(captured.module, with_known, spec.unpermute_heads)
+
+
+def _settled(given: Job, captured: Captured) -> Captured:
+    """Buffers that the checkpoint lacks are the model's own constants after all."""
+    if given.checkpoint is None:
+        return captured
+    held = given.checkpoint.tensors
+    lacking = {
+        name: tensor
+        for name, tensor in captured.buffers.items()
+        if given.spec.checkpoint_name(name) not in held
+    }
+    kept = {name: t for name, t in captured.buffers.items() if name not in lacking}
+    return replace(captured, constants={**captured.constants, **lacking}, buffers=kept)
+
+
+def _types_of(
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, tuple[tuple[int, ...], DType]]:
+    return {name: (tuple(t.shape), _dtype_of(t)) for name, t in tensors.items()}
 
 
 def _dtype_of(tensor: torch.Tensor) -> DType:

@@ -6,11 +6,12 @@ needed.
 """
 
 import contextlib
+import inspect
 import io
 import linecache
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from torch import fx, nn
 from torch._decomp import get_decompositions
 
 from metainfer.compiler.aten import ATEN
+from metainfer.compiler.attach import full_weights
 from metainfer.compiler.blocks import Flat, split_blocks
 from metainfer.compiler.known_experts import replaced_experts
 from metainfer.compiler.lowering import (
@@ -48,12 +50,17 @@ class Captured:
 
     Attributes:
         module: typed IR; weights are named as in the checkpoint.
-        constants: tensors that the model holds but that no checkpoint has (buffers), by name.
+        constants: tensors that the model makes itself and no checkpoint has, by name.
+        buffers: tensors that the model makes itself and that its state_dict has, by name: those
+            of a checkpoint are other ones (statistics of training, say).
+        unread: names in the model's state_dict that forward does not read.
         input_names: names of main's inputs as the model's forward calls them.
     """
 
     module: Module
     constants: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    unread: frozenset[str]
     input_names: tuple[str, ...]
 
 
@@ -81,7 +88,7 @@ def capture_language_model(
         name, (cast(Value, state.values[inputs[0][0]]),), tuple(weights), state, tuple(outputs),
         step_symbols(max_tokens, max_sequences, max_pages), True,
     )  # fmt: skip
-    return Captured(split_blocks(flat, model), _constants(model, program), ("tokens",))
+    return _captured(flat, model, program, ("tokens",))
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:
@@ -127,12 +134,12 @@ def capture_module(
 
     Raises: Unsupported or TypeMismatch with the model's line.
     """
-    model = model.eval()
     known = {s: torch.export.Dim(s, min=lo, max=hi) for s, (lo, hi) in bounds.items()}
     dynamic = tuple(
         {i: known[symbol] for i, symbol in enumerate(symbols) if symbol} for symbols in dims
     )
-    program, repeats = _trace(model, tuple(t.contiguous() for t in examples), dynamic)
+    with _inference(model):
+        program, repeats = _trace(model, tuple(t.contiguous() for t in examples), dynamic)
     state = Lowering(Builder())
     inputs, weights = _placeholders(state, model, program, dims)
     outputs = _lower(state, program.graph, {**ATEN, **_structured(""), **repeats.lowerings()})
@@ -141,7 +148,19 @@ def capture_module(
         name, tuple(v for _, v in inputs), tuple(weights), state, tuple(outputs), symbols, False
     )
     names = tuple(node.name for node, _ in inputs)
-    return Captured(split_blocks(flat, model), _constants(model, program), names)
+    return _captured(flat, model, program, names)
+
+
+@contextlib.contextmanager
+def _inference(model: nn.Module) -> Iterator[None]:
+    """The model in inference mode; the caller's module is given back as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 # --- torch.export ------------------------------------------------------------------------------
@@ -181,7 +200,7 @@ def _export(
             program = torch.export.export(
                 model,
                 inputs,
-                dynamic_shapes=dynamic,
+                dynamic_shapes=_as_called(model, dynamic),
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
@@ -190,6 +209,15 @@ def _export(
         raise
     except Exception as error:  # torch.export raises many kinds; each is about the user's model
         raise _export_error(model, error) from error
+
+
+def _as_called(model: nn.Module, dynamic: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Dynamic dims by parameter of forward: those of ``*args`` are one entry."""
+    kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return dynamic
+    named = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    return (*dynamic[:named], dynamic[named:]) if len(dynamic) > named else dynamic
 
 
 def _known_ops_only(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -316,8 +344,22 @@ def _output(state: Lowering, argument: Any) -> Value:
     )
 
 
-def _constants(model: nn.Module, program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
-    """Buffers and lifted constants: the plan carries them, no checkpoint need hold them."""
+def _captured(
+    flat: Flat, model: nn.Module, program: torch.export.ExportedProgram, names: tuple[str, ...]
+) -> Captured:
+    made = _constants(program)
+    state, module = frozenset(model.state_dict()), split_blocks(flat, model)
+    return Captured(
+        module,
+        {name: tensor for name, tensor in made.items() if name not in state},
+        {name: tensor for name, tensor in made.items() if name in state},
+        state - {name for name, _ in full_weights(module)},
+        names,
+    )
+
+
+def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
+    """All tensors that the model makes itself: buffers and lifted constants."""
     found = {}
     signature = program.graph_signature
     for name in signature.inputs_to_buffers.values():

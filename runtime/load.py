@@ -140,9 +140,7 @@ class LoadedModel:
         _set_threads(num_threads)
         self._backends = backends
         self._phases = _executors(plan, machine, provider, backends, self)
-        first = next(iter(self._phases.values()))
-        last = first.flat.outputs[0].tensor.shape[-1]
-        self.vocab_size = last.static if last.is_static else 0
+        self.vocab_size = _vocab_size(next(iter(self._phases.values())))
 
     @property
     def is_language_model(self) -> bool:
@@ -269,6 +267,12 @@ def _executors(
         phase: PhaseExecutor(module, flats[phase], arenas[phase], storage, backends, phase)
         for phase, module in modules.items()
     }
+
+
+def _vocab_size(executor: PhaseExecutor) -> int:
+    """Width of the logits; 0 for a module whose first result has none."""
+    shape = executor.flat.outputs[0].tensor.shape
+    return shape[-1].static if shape and shape[-1].is_static else 0
 
 
 def _highs(modules: Any) -> dict[str, int]:

@@ -3,7 +3,26 @@
 To add an op: give it a record in ``ir/ops/`` if it has none, then one entry in its family here.
 """
 
-from metainfer.compiler.aten import elementwise, makers, products, shapes
+from metainfer.compiler.aten import (
+    elementwise,
+    indexing,
+    makers,
+    pooling,
+    products,
+    rounding,
+    shapes,
+    statistics,
+)
 from metainfer.compiler.aten.table import ATEN
 
-__all__ = ["ATEN", "elementwise", "makers", "products", "shapes"]
+__all__ = [
+    "ATEN",
+    "elementwise",
+    "indexing",
+    "makers",
+    "pooling",
+    "products",
+    "rounding",
+    "shapes",
+    "statistics",
+]

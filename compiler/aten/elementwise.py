@@ -103,13 +103,14 @@ def _gelu(s: Lowering, n: Call) -> Value:
 
 @lowers("clamp", "clamp_min", "clamp_max")
 def _clamp(s: Lowering, n: Call) -> Value:
-    name = n.target._opname if isinstance(n.target, torch._ops.OpOverload) else ""
-    low = argument(n, 1, "min") if name != "clamp_max" else None
-    high = argument(n, 2 if name == "clamp" else 1, "max") if name != "clamp_min" else None
-    x = s.value(n.args[0])
-    if low is not None:
-        x = s.emit("maximum", x, s.scalar(low))
-    return x if high is None else s.emit("minimum", x, s.scalar(high))
+    kind = n.target._opname if isinstance(n.target, torch._ops.OpOverload) else ""
+    low = argument(n, 1, "min") if kind != "clamp_max" else None
+    high = argument(n, 2 if kind == "clamp" else 1, "max") if kind != "clamp_min" else None
+    x = s.cast(s.value(n.args[0]), scalar_name(fake(n).dtype))
+    for name, bound in (("maximum", low), ("minimum", high)):
+        if bound is not None:
+            x = s.emit(name, x, *promoted(s, (bound,), fake(n).dtype))
+    return x
 
 
 @lowers("expm1")

@@ -1,8 +1,10 @@
 """Ops that make tensors from numbers, and reductions."""
 
-from collections.abc import Sequence
 from typing import Any
 
+from torch import fx
+
+from metainfer.compiler.aten.statistics import axes_of
 from metainfer.compiler.aten.table import ATEN, Call, Lower, argument, lowers
 from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name, size_attr
 from metainfer.ir.dims import dim
@@ -15,6 +17,9 @@ def _full(value: Any = None) -> Lower:
         tensor = fake(n)
         number = argument(n, 1, "fill_value") if value is None else value
         shape = as_attr([s.to_dim(v) for v in tensor.shape])
+        if isinstance(number, fx.Node):
+            filler = s.cast(s.value(number), scalar_name(tensor.dtype))
+            return s.emit("broadcast", filler, shape=shape)
         return s.emit("full", shape=shape, value=number, dtype=scalar_name(tensor.dtype))
 
     return lower
@@ -71,12 +76,7 @@ def _reduce(name: str) -> Lower:
         x = s.value(n.args[0])
         if name in ("sum", "mean"):
             x = s.cast(x, scalar_name(fake(n).dtype))
-        given = argument(n, 1, "dim")
-        if given is None or given == []:
-            axes: Sequence[int] = range(x.tensor.rank)
-        else:
-            axes = [given] if isinstance(given, int) else given
-        dims = tuple(sorted(s.axis(a, x.tensor.rank) for a in axes))
+        dims = axes_of(s, argument(n, 1, "dim"), x.tensor.rank)
         return s.emit(name, x, dims=dims, keep=bool(argument(n, 2, "keepdim", False)))
 
     return lower
@@ -115,12 +115,3 @@ def _log_softmax(s: Lowering, n: Call) -> Value:
 def _cumsum(s: Lowering, n: Call) -> Value:
     x = s.cast(s.value(n.args[0]), scalar_name(fake(n).dtype))
     return s.emit("cumsum", x, dim=s.axis(n.args[1], x.tensor.rank))
-
-
-@lowers("topk")
-def _topk(s: Lowering, n: Call) -> tuple[Value, ...]:
-    x = s.value(n.args[0])
-    axis, largest = argument(n, 2, "dim", -1), argument(n, 3, "largest", True)
-    if s.axis(axis, x.tensor.rank) != x.tensor.rank - 1 or not largest:
-        raise Unsupported("topk along another dim than the last, or of the smallest")
-    return s.emit_many("topk", x, k=n.args[1])

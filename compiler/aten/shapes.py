@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from metainfer.compiler.aten.table import Call, argument, lowers, number_of
 from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name, size_attr
 from metainfer.ir.dims import dim
@@ -132,25 +130,6 @@ def _split(s: Lowering, n: Call) -> list[Value]:
         parts.append(part)
         start = start + size
     return parts
-
-
-@lowers("index_select")
-def _index_select(s: Lowering, n: Call) -> Value:
-    if n.args[1] != 0:
-        raise Unsupported("index_select along another dim than 0", advice="transpose first")
-    return s.emit("gather", s.value(n.args[0]), s.value(n.args[2]))
-
-
-@lowers("index")
-def _index(s: Lowering, n: Call) -> Value:
-    indices = n.args[1]
-    first = indices[0] if indices else None
-    if len(indices) != 1 or first is None or fake(first).dtype == torch.bool:
-        raise Unsupported(
-            "indexing by several tensors, by a mask, or along an inner dim",
-            advice="index the first dim by one integer tensor, or use torch.where",
-        )
-    return s.emit("gather", s.value(n.args[0]), s.value(first))
 
 
 @lowers("constant_pad_nd", "pad")

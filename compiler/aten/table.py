@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from metainfer.compiler.lowering import Lowering, Table, scalar_name
+from metainfer.compiler.lowering import Lowering, Table, scalar_name, size_attr
+from metainfer.ir.dims import Dim
 from metainfer.ir.graph import Value
 
 ATEN: Table = {}
@@ -40,9 +41,21 @@ def promoted(s: Lowering, operands: Sequence[Any], dtype: torch.dtype) -> list[V
     for operand in operands:
         if isinstance(operand, fx.Node) and isinstance(s.values.get(operand), Value):
             made.append(s.cast(s.value(operand), name))
+        elif isinstance(operand, fx.Node):
+            made.append(s.cast(size_value(s, s.size(operand)), name))
         else:
-            made.append(s.scalar(number_of(s, operand), name))
+            made.append(s.scalar(operand, name))
     return made
+
+
+def size_value(s: Lowering, size: Dim, dtype: str = "i64") -> Value:
+    """A size as a number to compute with."""
+    if size.is_static:
+        return s.scalar(size.constant, dtype)
+    # The last of 1, 2, ... size.
+    counted = s.emit("iota", size=size_attr(size), start=1, dtype=dtype)
+    last = s.emit("slice", counted, dim=0, start=size_attr(size - 1), stop=size_attr(size))
+    return s.reshape(last, ())
 
 
 def number_of(s: Lowering, operand: Any) -> Any:

@@ -4,45 +4,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lm_steps import EXACT, load_plan
+from module_runs import check, compiled, seeded
 from plain_modules import MINILM_FILE, TINY_BERT, BertEncoder, BertSizes, MlpMixer, bert_inputs
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import metainfer
 from metainfer.ir.errors import CapacityError, MetainferError, Unsupported
-from metainfer.runtime.load import LoadedModel
-
-BOUND = 1e-4
-
-
-def seeded(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def compiled(
-    module: nn.Module, inputs: tuple[Tensor, ...], dynamic: Any = (), **options: Any
-) -> LoadedModel:
-    options = {**EXACT, **options}
-    plan = metainfer.compile(module, "cpu", example_inputs=inputs, dynamic=dynamic, **options)
-    return load_plan(plan, weights=module.state_dict())
-
-
-@torch.no_grad()
-def check(model: LoadedModel, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    found, wanted = model(*inputs), module(*inputs)
-    pairs = zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]
-    for a, b in pairs:
-        assert isinstance(a, Tensor)
-        assert a.shape == b.shape
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, atol=BOUND, rtol=1e-5)
-
 
 # --- models that users bring ----------------------------------------------------------------------
 
