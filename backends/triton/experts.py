@@ -331,6 +331,8 @@ def _format(weight: Weight, tile: Tile, direct: bool) -> dict[str, Any]:
         "FORMAT": weight.format, "HIGH": weight.high, "WIDE": weight.wide,
         "POWERS": weight.powers, "ROWS": tile.rows, "COLUMNS": tile.columns,
         "DEPTH": _depth(tile, weight), "DIRECT": direct,
+        # A block of scales spans the columns of every tile.
+        "ALIKE": weight.format == "e4m3" and weight.high % tile.columns == 0,
         # Triton's scaled product has no form in its interpreter.
         "NATIVE": not is_interpreting(),
     }  # fmt: skip

@@ -133,8 +133,7 @@ FORMATS = {"bf16": "bf16", "e4m3": FP8, "e2m1": MXFP4}
     [("bf16", 1), ("bf16", 16), ("bf16", 16384), ("e4m3", 16), ("e4m3", 16384), ("e2m1", 16)],
 )
 def test_they_fit_both_cards(name: str, tokens: int) -> None:
-    # Spills cost time: fp8's second accumulator has a few.
-    check_compiles(f"triton.experts_{name}", qwen3(FORMATS[name]), {"T": tokens}, spills=True)
+    check_compiles(f"triton.experts_{name}", qwen3(FORMATS[name]), {"T": tokens})
 
 
 def test_large_tiles_are_for_cards_with_room() -> None:

@@ -31,6 +31,18 @@ def tile_pairs(
 
 
 @triton.jit
+def scale_offset(out, first, stride, HIGH: tl.constexpr, ALIKE: tl.constexpr):
+    """Where the scales of a tile's outputs lie: one place, or one for each output."""
+    place = out
+    if ALIKE:
+        place = first
+    block = place * 0
+    if HIGH > 0:
+        block = place // HIGH
+    return block * stride
+
+
+@triton.jit
 def experts_gate_up(
     x, ids, order, tiles, weights, gate, gate_scale, up, up_scale, hidden,
     P, E, LIMIT, CHOICES, D, F, x_token, hidden_row,
@@ -38,7 +50,7 @@ def experts_gate_up(
     scale_expert, scale_out, scale_in,
     FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
     GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    DIRECT: tl.constexpr, NATIVE: tl.constexpr,
+    DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """hidden = weight * act(gate @ x) * (up @ x), for COLUMNS of the inner width.
 
@@ -60,15 +72,16 @@ def experts_gate_up(
     codes = tl.where(
         is_up, up + far * up_expert + out * up_out, gate + far * gate_expert + out * gate_out
     )
-    scales = codes
+    even, odd = gate_scale, up_scale
     if FORMAT != "plain":
-        block = out // HIGH if HIGH > 0 else out * 0
-        offset = far * scale_expert + block * scale_out
-        scales = tl.where(is_up, up_scale + offset, gate_scale + offset)
+        offset = far * scale_expert + scale_offset(out, first, scale_out, HIGH, ALIKE)
+        even, odd = gate_scale + offset, up_scale + offset
+        if not ALIKE:
+            even = tl.where(is_up, odd, even)
     rows = x + (pair // CHOICES).to(tl.int64)[:, None] * x_token + tl.arange(0, DEPTH)[None, :]
     acc = multiply(
-        rows, there, codes, scales, 0, D, scale_in,
-        FORMAT, ROWS, 2 * COLUMNS, DEPTH, WIDE, POWERS, NATIVE,
+        rows, there, codes, even, odd, 0, D, scale_in,
+        FORMAT, ROWS, 2 * COLUMNS, DEPTH, WIDE, POWERS, ALIKE, NATIVE,
     )  # fmt: skip
     gated, upped = tl.split(tl.reshape(acc, (ROWS, COLUMNS, 2)))
     share = tl.load(weights + pair, mask=there, other=0.0).to(tl.float32)
@@ -89,7 +102,7 @@ def experts_down(
     scale_expert, scale_out, scale_in,
     FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
-    DIRECT: tl.constexpr, NATIVE: tl.constexpr,
+    DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """pairs = down @ hidden, for COLUMNS of the width and one of PARTS of the inner width.
 
@@ -106,16 +119,16 @@ def experts_down(
     out = tl.minimum(column, D - 1)
     far = expert.to(tl.int64)
     codes = down + far * down_expert + out * down_out
-    scales = codes
+    scales = down_scale
     if FORMAT != "plain":
-        block = out // HIGH if HIGH > 0 else out * 0
-        scales = down_scale + far * scale_expert + block * scale_out
+        offset = scale_offset(out, first, scale_out, HIGH, ALIKE)
+        scales = down_scale + far * scale_expert + offset
     row = place + tl.arange(0, ROWS)
     rows = hidden + row.to(tl.int64)[:, None] * hidden_row + tl.arange(0, DEPTH)[None, :]
     span = tl.cdiv(F, DEPTH * PARTS) * DEPTH
     acc = multiply(
-        rows, there, codes, scales, part * span, tl.minimum(part * span + span, F), scale_in,
-        FORMAT, ROWS, COLUMNS, DEPTH, WIDE, POWERS, NATIVE,
+        rows, there, codes, scales, scales, part * span, tl.minimum(part * span + span, F),
+        scale_in, FORMAT, ROWS, COLUMNS, DEPTH, WIDE, POWERS, ALIKE, NATIVE,
     )  # fmt: skip
     spot = pairs + (pair * PARTS + part).to(tl.int64)[:, None] * D + column[None, :]
     tl.store(spot, acc.to(pairs.dtype.element_ty), mask=there[:, None] & (column[None, :] < D))

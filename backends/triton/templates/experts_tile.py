@@ -40,26 +40,34 @@ def unpack_e2m1(codes, scales, OUT: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def load_scales(
-    scales, at, stop, stride_scale,
-    FORMAT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
+    even, odd, at, stop, stride_scale,
+    FORMAT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """Scales of inputs ``at .. at + DEPTH``: [OUT], or [OUT, DEPTH / 32] in "e2m1"."""
+    """Scales of inputs ``at .. at + DEPTH``: [OUT], or [OUT, DEPTH / 32] in "e2m1".
+
+    Where a block of outputs spans the tile (``ALIKE``) they are two numbers, of even outputs and
+    of odd ones; else the second is the first again.
+    """
     if FORMAT == "e2m1":
         block = at // 32 + tl.arange(0, DEPTH // 32)
-        found = tl.load(scales[:, None] + block[None, :], mask=at < stop, other=0)
+        found = tl.load(even[:, None] + block[None, :], mask=at < stop, other=0)
+        other = found
     else:
         place = 0
         if WIDE > 0:
             place = at // WIDE
-        found = tl.load(scales + place * stride_scale, mask=at < stop, other=0)
-    return found
+        found = tl.load(even + place * stride_scale, mask=at < stop, other=0)
+        other = found
+        if ALIKE:
+            other = tl.load(odd + place * stride_scale, mask=at < stop, other=0)
+    return found, other
 
 
 @triton.jit
 def add_product(
-    acc, x, codes, scale, at,
+    acc, x, codes, scale, other, at,
     FORMAT: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, POWERS: tl.constexpr,
-    NATIVE: tl.constexpr,
+    ALIKE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """acc + x @ w.T for inputs ``at .. at + DEPTH``.
 
@@ -78,6 +86,9 @@ def add_product(
         if FORMAT == "e4m3":
             # Codes are exact in bf16; a scaled weight would not be.
             factor = scale_value(scale, POWERS)
+            if ALIKE:
+                is_odd = tl.arange(0, OUT) % 2 == 1
+                factor = tl.where(is_odd, scale_value(other, POWERS), factor)
             acc += tl.dot(x, tl.trans(w.to(x.dtype))) * factor[None, :]
         else:
             acc = tl.dot(x, tl.trans(w), acc)
@@ -86,27 +97,33 @@ def add_product(
 
 @triton.jit
 def multiply(
-    rows, there, codes, scales, first, stop, stride_scale,
+    rows, there, codes, even, odd, first, stop, stride_scale,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr,
-    WIDE: tl.constexpr, POWERS: tl.constexpr, NATIVE: tl.constexpr,
+    WIDE: tl.constexpr, POWERS: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """x @ w.T over inputs ``first .. stop``, [ROWS, OUT] in float32.
 
     The next step's scales are read a step ahead: the pipeline of the loop leaves such small reads
-    alone, and each would wait for memory. Shapes: rows: pointers [ROWS, DEPTH], codes and scales:
-    pointers of each output, [OUT].
+    alone, and each would wait for memory. Shapes: rows: pointers [ROWS, DEPTH], codes: pointers of
+    each output, [OUT]; even and odd: of its scales, [OUT], or single ones where ``ALIKE``.
     """
     acc = tl.zeros([ROWS, OUT], tl.float32)
-    scale = 0
+    scale, other = 0, 0
     if FORMAT != "plain":
-        scale = load_scales(scales, first, stop, stride_scale, FORMAT, DEPTH, WIDE)
+        scale, other = load_scales(
+            even, odd, first, stop, stride_scale, FORMAT, DEPTH, WIDE, ALIKE
+        )  # fmt: skip
     for at in tl.range(first, stop, DEPTH):
-        ahead = scale
+        next_scale, next_other = scale, other
         if FORMAT != "plain":
-            ahead = load_scales(scales, at + DEPTH, stop, stride_scale, FORMAT, DEPTH, WIDE)
+            next_scale, next_other = load_scales(
+                even, odd, at + DEPTH, stop, stride_scale, FORMAT, DEPTH, WIDE, ALIKE
+            )  # fmt: skip
         inputs = tl.load(rows + at, mask=there[:, None], other=0.0)
-        acc = add_product(acc, inputs, codes, scale, at, FORMAT, OUT, DEPTH, POWERS, NATIVE)
-        scale = ahead
+        acc = add_product(
+            acc, inputs, codes, scale, other, at, FORMAT, OUT, DEPTH, POWERS, ALIKE, NATIVE
+        )  # fmt: skip
+        scale, other = next_scale, next_other
     return acc
 
 
