@@ -71,3 +71,15 @@ def refined_format(format: Block, shape: tuple[int, ...], parts: Mapping[int, in
         if extents[dim] and part < shape[dim]:
             extents[dim] = math.gcd(extents[dim], part)
     return Block(format.element, tuple(extents), format.scale, format.offset)
+
+
+def row_blocks(format: Block, shape: tuple[int, ...], rows: int) -> Block:
+    """The coarsest refinement whose blocks end after every ``rows`` rows; one for all is one each.
+
+    So pieces of that many rows can be joined or repeated as blocks.
+    """
+    if len(format.block) < len(shape):
+        return format
+    if format.block[0] == 0:
+        return Block(format.element, format.block[1:], format.scale, format.offset)
+    return refined_format(format, shape, {0: rows})

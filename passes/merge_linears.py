@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from metainfer.ir.dims import dim
+from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Graph, Module, Op, Value, attrs_of
 from metainfer.ir.naming import canonical_names
 from metainfer.ir.ops.record import infer_types
+from metainfer.ir.refine import row_blocks
 from metainfer.ir.sharding import propagate
 from metainfer.ir.types import TensorType
 from metainfer.passes.gains import Gain, bytes_of, sizes_text, typical_sizes
@@ -29,8 +31,9 @@ def merge_linears(module: Module, target: Target) -> Module:
     """Read an input once for all linears that read it.
 
     Weights are joined by rows in the load graph; their formats are known, since `quantize` ran
-    before. Linears stay apart, with a line in the report, where formats differ, where only some
-    have a bias, or where a weight is read elsewhere too.
+    before; one scale for all rows is repeated to one a row. Linears stay apart, with a line in the
+    report, where formats differ, where only some have a bias, or where a weight is read elsewhere
+    too.
 
     Before::
 
@@ -114,11 +117,19 @@ def _obstacle(graph: Graph, members: Sequence[Op], uses: dict[str, list[Op]]) ->
     if len({len(op.operands) for op in members}) > 1:
         return "only some have a bias"
     for place, what in ((1, "weights"), (2, "biases")):
-        types = [op.operands[place].tensor for op in members if len(op.operands) > place]
+        types = [_by_rows(op.operands[place].tensor) for op in members if len(op.operands) > place]
         reason = _unlike(types, what)
         if reason:
             return reason
     return ""
+
+
+def _by_rows(type_: TensorType) -> TensorType:
+    """The type with a scale for each row where it has one for all: what rows are joined as."""
+    dtype = type_.dtype
+    if not isinstance(dtype, Block) or len(dtype.block) < type_.rank or dtype.block[0]:
+        return type_
+    return type_.with_dtype(row_blocks(dtype, type_.concrete({}), 1))
 
 
 def _unlike(types: Sequence[TensorType], what: str) -> str:
@@ -220,7 +231,7 @@ def _merge(module: Module, graph: Graph, groups: Sequence[_Group]) -> Module:
         made = []
         for place, name in ((1, group.weight), (2, group.bias)):
             if name:
-                rows = [editor.made(op.operands[place].name) for op in group.members]
+                rows = [_row_wise(editor, op.operands[place].name) for op in group.members]
                 made.append(editor.add(name, editor.emit("concat_rows", *rows)))
         params[group.weight] = tuple(made)
     module = editor.finish(lambda g: replace(g, ops=tuple(_rewritten(g, groups, params))))
@@ -228,6 +239,15 @@ def _merge(module: Module, graph: Graph, groups: Sequence[_Group]) -> Module:
     assert load is not None  # the editor has just made it
     named = canonical_names(module.graph(graph.name))
     return module.with_graph(named).with_load(canonical_names(load))
+
+
+def _row_wise(editor: LoadEditor, weight: str) -> Value:
+    """A weight as its rows can be joined: one scale for all of them is repeated, exactly."""
+    made = editor.made(weight)
+    wanted = _by_rows(made.tensor).dtype
+    if wanted == made.tensor.dtype:
+        return made
+    return editor.emit("refine_scales", made, format=str(wanted))
 
 
 def _rewritten(

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from metainfer.ir.dims import Dim
+from metainfer.ir.dtypes import Block
 from metainfer.ir.graph import Attr, Graph, Module, Op, Value, attrs_of
 from metainfer.ir.ops.infer import sizes_of
 from metainfer.ir.ops.record import infer_types
+from metainfer.ir.refine import row_blocks
 from metainfer.ir.types import StateType, TensorType
 from metainfer.passes.target import Decision, Target
 from metainfer.passes.weights import LoadEditor
@@ -98,9 +100,18 @@ class _Plan:
 def _repeated(module: Module, plan: _Plan) -> Module:
     editor = LoadEditor(module, plan.graph.name)
     for weight in plan.weights:
-        made = editor.made(weight)
+        made = _by_heads(editor, editor.made(weight), plan.heads)
         editor.update(weight, editor.emit("repeat_rows", made, groups=plan.heads, times=plan.times))
     return editor.finish(lambda graph: _retyped(graph, plan))
+
+
+def _by_heads(editor: LoadEditor, made: Value, heads: int) -> Value:
+    """The weight with scale blocks that end where heads do."""
+    dtype, shape = made.tensor.dtype, made.tensor.concrete({})
+    if not isinstance(dtype, Block):
+        return made
+    finer = row_blocks(dtype, shape, shape[0] // heads)
+    return made if finer == dtype else editor.emit("refine_scales", made, format=str(finer))
 
 
 def _retyped(graph: Graph, plan: _Plan) -> Graph:

@@ -16,6 +16,7 @@ from metainfer.ir.naming import canonical_names
 from metainfer.ir.ops.record import VIEW, op_def
 from metainfer.ir.simulate import axis_groups
 from metainfer.ir.types import Mesh, StateType, TensorType, Type
+from metainfer.passes.refine_blocks import refine_blocks
 from metainfer.passes.repeat_heads import repeat_heads
 from metainfer.passes.shard_search import Form, Prices, Search, Sharded
 from metainfer.passes.target import Decision, Target
@@ -29,7 +30,8 @@ def shard(module: Module, target: Target) -> Module:
 
     Every block takes and gives whole activations; within it every weight and state is cut that may
     be, and among the programs that do so the fastest is searched for, by the ops' sharding rules
-    (`passes.shard_search`). Key and value heads that are fewer than the ranks are repeated first.
+    (`passes.shard_search`). Key and value heads that are fewer than the ranks are repeated first,
+    and scale blocks that a rank's border would cut are made smaller (`passes.refine_blocks`).
 
     Raises: Unsupported if the layout is forbidden, naming the rule.
 
@@ -75,6 +77,7 @@ def shard(module: Module, target: Target) -> Module:
     if ranks == 1:
         return module
     module = repeat_heads(module, ranks, target)
+    module = refine_blocks(module, AXIS, ranks, target)
     allowed = _ExpertsScheme(AXIS in target.strategy.experts)
     for name in [g.name for g in module.graphs]:
         graph = module.graph(name)

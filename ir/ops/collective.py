@@ -53,16 +53,11 @@ def _scaled(x: TensorType, place: int, times: int = 1, parts: int = 1) -> Tensor
 
 
 def block_extent(x: TensorType, place: int) -> int:
-    """Elements of a dim that one scale of a block format spans, 0 for a plain type or one each.
+    """Elements of a dim that one scale of a block format spans, 0 for a plain type.
 
-    A scale that spans a whole dim ("row") gives the dim's own size.
+    Nor is a border in the way of a scale that spans a whole dim ("row"): every part keeps a copy.
     """
-    if not isinstance(x.dtype, Block):
-        return 0
-    tail = place - (x.rank - len(x.dtype.block))
-    if tail < 0:
-        return 0
-    return x.dtype.block[tail] or x.shape[place].static
+    return x.dtype.extents(x.rank)[place] if isinstance(x.dtype, Block) else 0
 
 
 def _infer_same(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
@@ -174,22 +169,13 @@ def own_part(x: Array | BlockArray, dim: int, parts: int, part: int) -> Array | 
 
 
 def rows_of(x: Array | BlockArray, dim: int, start: int, stop: int) -> Array | BlockArray:
-    """``start:stop`` of a dim; bounds of a block format's dim must be bounds of blocks.
+    """``start:stop`` of a dim; of a block format, the start must be that of a block.
 
     Raises: TypeMismatch if a block would be cut.
     """
     if not isinstance(x, BlockArray):
         return _cut(x, dim, start, stop)
-    lead = len(x.shape) - len(x.format.block)
-    extent = x.format.block[dim - lead] if dim >= lead else 1
-    extent = extent or x.shape[dim]
-    if start % extent or (stop % extent and stop != x.shape[dim]):
-        raise TypeMismatch(f"rows {start}:{stop} of dim {dim} cut blocks of {extent}: {x.format}")
-    first, last = start // extent, -(-stop // extent)
-    offsets = None if x.offsets is None else _cut(x.offsets, dim, first, last)
-    return BlockArray(
-        x.format, _cut(x.codes, dim, start, stop), _cut(x.scales, dim, first, last), offsets
-    )
+    return x.part(dim, start, stop)
 
 
 def _cut(x: Array, dim: int, start: int, stop: int) -> Array:
