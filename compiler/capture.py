@@ -22,6 +22,7 @@ from torch._decomp import get_decompositions
 from metainfer.compiler.aten import ATEN
 from metainfer.compiler.attach import full_weights
 from metainfer.compiler.blocks import Flat, split_blocks
+from metainfer.compiler.grouped_experts import raise_grouped
 from metainfer.compiler.known_experts import replaced_experts
 from metainfer.compiler.lowering import (
     Lowering,
@@ -204,7 +205,7 @@ def _export(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-            return _known_ops_only(program)
+            return _known_ops_only(raise_grouped(program))
     except MetainferError:
         raise
     except Exception as error:  # torch.export raises many kinds; each is about the user's model

@@ -22,6 +22,7 @@ from metainfer.passes.regions import Region, ancestors, region
 _EXPERTS = 3  # while it is evaluated
 _SIZE = 4  # of each symbol
 _TOLERANCE = 1e-3
+Cut = tuple[str, int, int]  # a weight, and elements start:stop of its dim 1
 
 
 @dataclass(frozen=True)
@@ -86,23 +87,24 @@ def _matched(graph: Graph, root: Op, stacks: list[Value], near: list[Value]) -> 
     return None
 
 
-def _roles(stacks: list[Value]) -> Iterator[tuple[tuple[Value, int, int], ...]]:
-    """(gate, up, down) as weights, or parts of them, whose shapes fit."""
-    for down in stacks:
-        rest = [w for w in stacks if w.name != down.name]
-        num, width, inner = (n.static for n in down.tensor.shape)
+def roles(
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[tuple[Cut, Cut, Cut]]:
+    """(gate, up, down) of stacked weights, or of cuts of their dim 1, whose shapes fit.
+
+    Args:
+        shapes: of two or three weights, by name.
+    """
+    for down, (num, width, inner) in shapes.items():
+        rest = [name for name in shapes if name != down]
         whole = (down, 0, width)
-        if len(rest) == 2 and all(_shape(w) == (num, inner, width) for w in rest):
+        if len(rest) == 2 and all(shapes[w] == (num, inner, width) for w in rest):
             for gate, up in permutations(rest):
                 yield (gate, 0, inner), (up, 0, inner), whole
-        if len(rest) == 1 and _shape(rest[0]) == (num, 2 * inner, width):
+        if len(rest) == 1 and shapes[rest[0]] == (num, 2 * inner, width):
             first, second = (rest[0], 0, inner), (rest[0], inner, 2 * inner)
             yield first, second, whole
             yield second, first, whole
-
-
-def _shape(weight: Value) -> tuple[int, ...]:
-    return tuple(n.static for n in weight.tensor.shape)
 
 
 def _same(
@@ -117,12 +119,14 @@ def _same(
         made = between.run((*data, *(drawn[w.name] for w in stacks)), env)
     except (MetainferError, ValueError, IndexError):
         return None  # x, ids or weights are others than these
-    for gate, up, down in _roles(stacks):
-        parts = [drawn[w.name][:, start:stop] for w, start, stop in (gate, up, down)]
+    named = {w.name: w for w in stacks}
+    for cuts in roles({w.name: tuple(n.static for n in w.tensor.shape) for w in stacks}):
+        parts = [drawn[name][:, start:stop] for name, start, stop in cuts]
         for activation in ACTIVATIONS:
             wanted = op_def("experts").reference(*data, *parts, activation=activation)
             limit = _TOLERANCE * float(np.abs(wanted).max())
             if made.shape == wanted.shape and np.abs(made - wanted).max() <= limit:
+                gate, up, down = ((named[name], start, stop) for name, start, stop in cuts)
                 return Gathered(root, operands, gate, up, down[0], activation)
     return None
 
@@ -139,6 +143,6 @@ def _operand_data(
 
 
 def _matrices(weight: Value, rng: np.random.Generator) -> np.ndarray:
-    _, rows, columns = _shape(weight)
+    _, rows, columns = (n.static for n in weight.tensor.shape)
     made = rng.standard_normal((_EXPERTS, rows, columns)) * columns**-0.5
     return made.astype(np.float32)

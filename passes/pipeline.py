@@ -37,8 +37,8 @@ class Pass:
 
 PIPELINE: tuple[Pass, ...] = (
     Pass("raise", raise_ops),
-    Pass("canonicalize", canonicalize),
     Pass("raise_experts", raise_experts),
+    Pass("canonicalize", canonicalize),
     Pass("quantize", quantize),
     Pass("place_experts", place_experts),
     Pass("shard", shard),

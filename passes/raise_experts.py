@@ -25,8 +25,9 @@ _NUMBER = re.compile(r"\d+")
 def raise_experts(module: Module, target: Target) -> Module:
     """Let one `experts` op stand for each mixture that a graph spells out.
 
-    Weights of single experts are stacked in the load graph; whatever the op's weights were cut or
-    joined of moves there too, so that kernels may pack them.
+    Runs before `canonicalize`, which merges views over the borders of what is looked for. Weights
+    of single experts are stacked in the load graph; whatever the op's weights were cut or joined of
+    moves there too, so that kernels may pack them.
 
     Before::
 

@@ -31,8 +31,8 @@ from metainfer.runtime.checkpoint.stacked import stack
 # The rewriting passes by name, in their order.
 PASSES = {
     "raise": raise_ops,
-    "canonicalize": canonicalize,
     "raise_experts": raise_experts,
+    "canonicalize": canonicalize,
     "merge_linears": merge_linears,
     "seam": seam,
     "fuse": fuse,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,13 @@ import transformers
 from torch import Tensor, nn
 
 import metainfer
+from metainfer.backends.torch.tensors import to_numpy
+from metainfer.compiler import known_experts
+from metainfer.compiler.capture import capture_module
+from metainfer.ir.dtypes import BF16
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Module
+from metainfer.ir.interpret import interpret
 
 D, INNER, NUM, CHOSEN = 32, 64, 5, 2
 _SIZES: dict[str, Any] = {
@@ -113,6 +119,26 @@ class Gathered(Loop):
         return x + self.shared(x) + (y * shares[..., None]).sum(1)
 
 
+class Grouped(Gathered):
+    """Rows in the order of experts, grouped products, and back."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, ids = self.route(x)
+        order = ids.flatten().argsort(stable=True)
+        rows = x[order // CHOSEN]
+        counts = (ids.flatten()[:, None] == torch.arange(NUM)).sum(0)
+        ends = counts.cumsum(0).int()
+        gate = F.grouped_mm(rows, self.gate.mT, offs=ends)
+        up = F.grouped_mm(rows, self.up.mT, offs=ends)
+        made = F.grouped_mm(F.silu(gate) * up + self.shift, self.down.mT, offs=ends)
+        made = (made * shares.flatten()[order, None])[order.argsort()]
+        return x + self.shared(x) + made.unflatten(0, (-1, CHOSEN)).sum(1)
+
+
 def randomised(module: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     with torch.no_grad():
@@ -157,8 +183,10 @@ def _experts_kernels(plan: metainfer.Plan) -> list[str]:
     return [c.kernel for g in graphs for op in g.ops if op.name == "experts" for c in op.choices]
 
 
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("make", [qwen, mixtral])
+@pytest.mark.parametrize(
+    ("make", "implementation"),
+    [(qwen, "eager"), (qwen, "batched_mm"), (qwen, "grouped_mm"), (mixtral, "eager")],
+)
 def test_experts_of_transformers(make: Any, implementation: str) -> None:
     check(randomised(make(implementation)))
 
@@ -177,6 +205,43 @@ def test_a_static_loop_is_raised() -> None:
 
 def test_gathered_weights_are_raised() -> None:
     check(randomised(Gathered()), rank=2)
+
+
+needs_grouped = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch has no grouped_mm")
+
+
+@needs_grouped
+def test_grouped_products_are_raised() -> None:
+    # Torch traces them in bf16 only.
+    module = randomised(Grouped()).bfloat16()
+    x = torch.randn(7, D, dtype=torch.bfloat16)
+    captured = capture_module("m", module, [x], [["S", ""]], {"S": (1, 32)}).module
+    names = [op.name for graph in captured.graphs for op in graph.ops]
+    assert names.count("experts") == 1
+    weights = {k: to_numpy(v, BF16) for k, v in module.state_dict().items()}
+    for length in (1, 6):
+        x = torch.randn(length, D, dtype=torch.bfloat16)
+        (found,) = interpret(captured, [to_numpy(x, BF16)], weights.__getitem__).outputs
+        with torch.no_grad():
+            wanted = module(x).float()
+        made = torch.from_numpy(found.astype(np.float32))
+        torch.testing.assert_close(made, wanted, atol=0.03 * float(wanted.abs().max()), rtol=0)
+
+
+@needs_grouped
+def test_grouped_products_that_compute_otherwise_are_not() -> None:
+    module = randomised(Grouped(shift=0.5)).bfloat16()
+    x = torch.randn(7, D, dtype=torch.bfloat16)
+    with pytest.raises(Unsupported, match="does not know aten"):
+        capture_module("m", module, [x], [["S", ""]], {"S": (1, 32)})
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_transformers_products_are_raised_whatever_the_class_is_called(
+    monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
+    monkeypatch.setattr(known_experts, "_form_of", lambda module: None)
+    check(randomised(qwen(implementation)))
 
 
 def test_the_models_forwards_come_back() -> None:
