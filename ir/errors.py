@@ -94,3 +94,20 @@ class StrictError(MetainferError):
     """A fallback that `--strict` turned into an error."""
 
     exit_code = 3
+
+
+class RankError(MetainferError):
+    """A rank that failed, or that others wait for in vain.
+
+    Attributes:
+        is_echo: whether another rank failed first, and this one only noticed.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self, what: str, *, text: str = "", origin: str = "", advice: str = "",
+        is_echo: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(what, text=text, origin=origin, advice=advice)
+        self.is_echo = is_echo

@@ -4,31 +4,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from metainfer.backends.registry import Backends, installed
+from metainfer.backends.registry import installed
 from metainfer.backends.sources import check_fingerprints
 from metainfer.hardware.detect import detect_machine
 from metainfer.hardware.machine import Machine, matches
-from metainfer.ir.arena import plan_arena
-from metainfer.ir.errors import CapacityError, CheckpointError, PlanError, TypeMismatch
-from metainfer.ir.flatten import flatten
-from metainfer.ir.graph import Module, Value
-from metainfer.ir.interpret import unify
+from metainfer.ir.errors import CheckpointError, PlanError
+from metainfer.ir.graph import Module
 from metainfer.ir.plan import Plan
-from metainfer.ir.verify import verify_module
 from metainfer.runtime.checkpoint import Checkpoint, TensorSource, open_checkpoint
-from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
-from metainfer.runtime.legality import check_kernels
-from metainfer.runtime.storage import Storage
+from metainfer.runtime.model import LoadedModel
+from metainfer.runtime.ranked import RankedModel
+from metainfer.runtime.ranks import check_world, join, launched
+from metainfer.runtime.self_test import self_test
 from metainfer.runtime.weights import (
     CheckpointProvider,
     Provider,
-    WeightStore,
     state_dict_provider,
 )
-from metainfer.runtime.workspace import workspace_bytes
+
+__all__ = ["LoadedModel", "load"]
 
 Weights = Mapping[str, Any] | Provider | str | Path | None
 
@@ -40,8 +36,17 @@ def load(
     allow_machine_mismatch: bool = False,
     allow_checkpoint_mismatch: bool = False,
     num_threads: int = 0,
-) -> "LoadedModel":
+    time_limit_s: float = 60.0,
+) -> LoadedModel:
     """Load a plan and its weights.
+
+    A plan of several ranks is loaded by as many processes, which torchrun (or `metainfer run
+    --nproc N`) starts; each loads its own part. In all but the first, call `follow`::
+
+        with metainfer.load(plan) as model:
+            if model.is_leader:
+                print(model.engine().generate([prompt]))
+            model.follow()
 
     Args:
         plan: a Plan, or the folder of one.
@@ -50,18 +55,35 @@ def load(
         allow_machine_mismatch: run although this machine lacks what the plan counts on.
         allow_checkpoint_mismatch: take another checkpoint of the same model (a fine-tune, say) than
             the plan was compiled with; names, sizes and formats must agree nevertheless.
-        num_threads: CPU threads; 0 takes every processor given to this process.
+        num_threads: CPU threads; 0 takes this process's share of the processors given to it.
+        time_limit_s: for several ranks: seconds that they wait for each other within a step.
 
-    Raises: PlanError for a plan of another machine, other kernels or another checkpoint;
-        CheckpointError for weights that do not fit the plan.
+    Raises: PlanError for a plan of another machine, other kernels, another checkpoint or another
+        number of ranks; CheckpointError for weights that do not fit the plan; RankError if
+        another rank failed, or a collective does on this machine.
     """
     found = plan if isinstance(plan, Plan) else Plan.read(Path(plan))
     machine = Machine.from_dict(dict(found.meta["machine"]))
     check_fingerprints(dict(found.meta["kernel_sources"]))
     if not allow_machine_mismatch:
         _check_machine(machine)
-    provider = _provider(found, weights, allow_checkpoint_mismatch)
-    return LoadedModel(found, machine, provider, installed(), num_threads)
+    process = launched()
+    if process is None or process.world == 1:
+        check_world(found.layout, 1)
+        provider = _provider(found, weights, allow_checkpoint_mismatch)
+        return LoadedModel(found, machine, provider, installed(), num_threads)
+    ranks = join(found.layout, found.hash, process, machine.device(0).kind, time_limit_s)
+    try:
+        self_test(ranks, _modules(found, ranks.stage), installed())
+        provider = _provider(found, weights, allow_checkpoint_mismatch)
+        return RankedModel(found, machine, provider, installed(), num_threads, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _modules(plan: Plan, stage: int) -> tuple[Module, ...]:
+    return tuple(plan.module(phase, stage) for phase in plan.phases)
 
 
 def _check_machine(planned: Machine) -> None:
@@ -116,190 +138,3 @@ def _check_checkpoint(plan: Plan, checkpoint: Checkpoint, path: str) -> None:
             advice="give that checkpoint (--weights PATH), compile again, or insist with "
             "--allow-checkpoint-mismatch",
         )
-
-
-class LoadedModel:
-    """A plan with its weights in memory.
-
-    For a language model: `run` executes one step (see `runtime.runner.StepRunner`), `engine` serves
-    requests. For any other module the object is called with the module's inputs.
-    """
-
-    def __init__(
-        self, plan: Plan, machine: Machine, provider: Provider, backends: Backends, num_threads: int
-    ) -> None:
-        self.plan = plan
-        self.machine = machine
-        self.plan_hash = plan.hash
-        capacity = plan.meta["capacity"]
-        self.max_tokens = int(capacity["max_tokens"])
-        self.max_sequences = int(capacity["max_sequences"])
-        self.max_context = int(capacity["max_context"])
-        self.page_size = int(capacity["page_size"])
-        self.num_pages = int(capacity["num_pages"])
-        _set_threads(num_threads)
-        self._backends = backends
-        self._phases = _executors(plan, machine, provider, backends, self)
-        self.vocab_size = _vocab_size(next(iter(self._phases.values())))
-
-    @property
-    def is_language_model(self) -> bool:
-        """Whether the plan is one of steps over tokens."""
-        return bool(self.plan.meta["model"]["kind"] == "causal_lm")
-
-    def executor(self, phase: str) -> PhaseExecutor:
-        """The executor of a phase."""
-        return self._phases[phase]
-
-    # --- language models -----------------------------------------------------------------------
-
-    def run(self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Run one step.
-
-        Shapes: tokens i32 [T], step fields as in `ir.step` -> logits f32 [R, V], valid until the
-        next run.
-        Raises: CapacityError if the step is larger than the plan's.
-        """
-        executor, env = self._prepare(phase, tokens, step)
-        executor.run(env)
-        return executor.output(0, env).float().cpu().numpy()
-
-    def trace(
-        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
-    ) -> tuple[list[Measured], dict[str, int]]:
-        """Run one step, timing every group; returns the sizes too."""
-        executor, env = self._prepare(phase, tokens, step)
-        return executor.trace(env), env
-
-    def observe(
-        self,
-        phase: str,
-        tokens: np.ndarray,
-        step: Mapping[str, np.ndarray],
-        watched: Mapping[str, Value],
-        seen: Observer,
-    ) -> np.ndarray:
-        """Run one step, showing values on the way (`PhaseExecutor.observe`). Shapes: as `run`."""
-        executor, env = self._prepare(phase, tokens, step)
-        executor.observe(env, watched, seen)
-        return executor.output(0, env).float().cpu().numpy()
-
-    def _prepare(
-        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
-    ) -> tuple[PhaseExecutor, dict[str, int]]:
-        executor = self._phases[phase]
-        env = {
-            "T": len(tokens), "B": len(step["lengths"]), "P": step["pages"].shape[1],
-            "R": len(step["sample_rows"]),
-        }  # fmt: skip
-        _check_sizes(executor.module, env)
-        self._storage.set_step(step)
-        executor.input(0, env).copy_(torch.from_numpy(np.ascontiguousarray(tokens, np.int32)))
-        return executor, env
-
-    def engine(self) -> Any:
-        """An engine over this model, with the plan's tokenizer if it is here."""
-        from metainfer.runtime.engine import Engine
-        from metainfer.runtime.tokenizer import load_tokenizer
-
-        path = self.plan.meta["model"]["tokenizer"]
-        tokenizer = load_tokenizer(Path(path)) if path and Path(path).exists() else None
-        return Engine(self, tokenizer)
-
-    # --- modules -------------------------------------------------------------------------------
-
-    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run a module of kind "module" on tensors; the results are copies.
-
-        Raises: CapacityError or TypeMismatch if the sizes are not those compiled for.
-        """
-        executor = self._phases["call"]
-        wanted = len(executor.flat.inputs)
-        if len(inputs) != wanted:
-            raise TypeMismatch(
-                f"the module takes {wanted} inputs, got {len(inputs)}",
-                advice=f"in order: {', '.join(self.plan.meta['model']['inputs'])}",
-            )
-        env: dict[str, int] = {}
-        for value, tensor in zip(executor.flat.inputs, inputs, strict=True):
-            unify(value, tuple(tensor.shape), env)
-        _check_sizes(executor.module, env)
-        for index, tensor in enumerate(inputs):
-            executor.input(index, env).copy_(tensor)
-        executor.run(env)
-        outputs = tuple(executor.output(i, env).clone() for i in range(len(executor.flat.outputs)))
-        return outputs[0] if len(outputs) == 1 else outputs
-
-    _storage: Storage
-
-
-def _executors(
-    plan: Plan, machine: Machine, provider: Provider, backends: Backends, model: LoadedModel
-) -> dict[str, PhaseExecutor]:
-    device = machine.device(0)
-    modules = {phase: plan.module(phase) for phase in plan.phases}
-    for module in modules.values():
-        # Kernels trust shapes and write by address: a plan from elsewhere must not mislead them.
-        verify_module(module)
-        check_kernels(module, device, backends)
-    flats = {phase: flatten(m) for phase, m in modules.items()}
-    arenas = {
-        phase: plan_arena(
-            flats[phase], m.limits(), workspace_bytes(m, flats[phase], device, backends)
-        )
-        for phase, m in modules.items()
-    }
-    where = torch.device("cuda" if device.kind == "gpu" else "cpu")
-    highs = _highs(modules.values())
-    storage = Storage(
-        max(a.size for a in arenas.values()), highs, where, model.max_context,
-        has_step=any(m.has_step for m in modules.values()),
-    )  # fmt: skip
-    model._storage = storage
-    store = WeightStore(provider, backends)
-    for phase, module in modules.items():
-        for name, weight in flats[phase].weights.items():
-            storage.add_weight(phase, name, store.get(module, weight))
-        for name, state in flats[phase].states.items():
-            if name not in storage.states:
-                storage.add_state(name, state.state, model.num_pages)
-    return {
-        phase: PhaseExecutor(module, flats[phase], arenas[phase], storage, backends, phase)
-        for phase, module in modules.items()
-    }
-
-
-def _vocab_size(executor: PhaseExecutor) -> int:
-    """Width of the logits; 0 for a module whose first result has none."""
-    shape = executor.flat.outputs[0].tensor.shape
-    return shape[-1].static if shape and shape[-1].is_static else 0
-
-
-def _highs(modules: Any) -> dict[str, int]:
-    highs: dict[str, int] = {}
-    for module in modules:
-        for symbol in module.symbols:
-            highs[symbol.name] = max(highs.get(symbol.name, 0), symbol.high)
-    return highs
-
-
-def _check_sizes(module: Module, env: Mapping[str, int]) -> None:
-    for symbol in module.symbols:
-        value = env.get(symbol.name, symbol.low)
-        if not symbol.low <= value <= symbol.high:
-            raise CapacityError(
-                f"{symbol.name} = {value} is outside the plan's [{symbol.low}, {symbol.high}]",
-                advice="compile with larger --max-tokens, --max-sequences or --max-context; for a "
-                "module with other bounds",
-            )
-
-
-def _set_threads(count: int) -> None:
-    import os
-
-    from metainfer.backends.cpu.program import set_num_threads
-
-    available = len(os.sched_getaffinity(0))
-    torch.set_num_threads(count or available)
-    if count:
-        set_num_threads(count)

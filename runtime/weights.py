@@ -4,15 +4,15 @@ A weight is made when it is first asked for; calls and phases that want the same
 form share one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
 from metainfer.backends.registry import Backends
-from metainfer.ir.dtypes import BlockArray
+from metainfer.ir.dtypes import BlockArray, DType, Scalar
 from metainfer.ir.errors import CheckpointError, PlanError
 from metainfer.ir.flatten import FlatWeight, Recipe, recipe_of
 from metainfer.ir.graph import Module, Op, Value
@@ -21,6 +21,7 @@ from metainfer.ir.ops.record import RAW, op_def
 from metainfer.ir.types import TensorType
 from metainfer.runtime.checkpoint import TensorSource
 from metainfer.runtime.checkpoint.stacked import is_stacked, member, stack
+from metainfer.runtime.parts import Region, cut, needed_region, region_shape, shard_region
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Provider = Callable[[str], Array | BlockArray]
@@ -32,11 +33,15 @@ class WeightStore:
     Args:
         provider: full name -> checkpoint tensor.
         backends: for the packers.
+        numbers: of the rank along each axis of the mesh; it keeps its own parts of weights.
     """
 
-    def __init__(self, provider: Provider, backends: Backends) -> None:
+    def __init__(
+        self, provider: Provider, backends: Backends, numbers: Mapping[str, int] | None = None
+    ) -> None:
         self._provider = provider
         self._backends = backends
+        self._numbers = numbers or {}
         self._made: dict[Recipe, Any] = {}
 
     def get(self, module: Module, weight: FlatWeight) -> Any:
@@ -55,13 +60,26 @@ class WeightStore:
         if load is None:
             return self._provider(weight.binding.full_name(weight.local[1:]))
         index = [w.name for w in module.graph(weight.graph).weights].index(weight.local)
-        return self._make(load.outputs[index], load.producers(), weight)
+        return self._make(load.outputs[index], load.producers(), weight, {})
 
-    def _make(self, value: Value, producers: Mapping[str, Op], weight: FlatWeight) -> Any:
+    def _make(
+        self, value: Value, producers: Mapping[str, Op], weight: FlatWeight, region: Region
+    ) -> Any:
+        """A region of a value of the load graph; of packed forms there is only the whole."""
         op = producers.get(value.name)
         if op is None:
-            return self._read(value, weight)
-        operands = [self._make(v, producers, weight) for v in op.operands]
+            return self._read(value, weight, region)
+        if op.name == "take_shard":
+            number = self._number(str(op.attr["axis"]))
+            inner = shard_region(op, number, region)
+            return self._make(op.operands[0], producers, weight, inner)
+        needed = needed_region(op, region) if region else {}
+        made = self._apply(
+            op, [self._make(v, producers, weight, needed or {}) for v in op.operands]
+        )
+        return cut(made, region, needed) if region else made
+
+    def _apply(self, op: Op, operands: Sequence[Any]) -> Any:
         if op.name == "pack":
             return self._backends.layouts.get(str(op.attr["layout"])).pack(operands[0])
         record = op_def(op.name)
@@ -69,22 +87,61 @@ class WeightStore:
         inputs = [as_reference_input(v, raw=raw) for v in operands]
         return round_to(record.reference(*inputs, **record.complete(op.attr)), op.result)
 
-    def _read(self, value: Value, weight: FlatWeight) -> Array | BlockArray:
+    def _number(self, axis: str) -> int:
+        if axis not in self._numbers:
+            raise PlanError(
+                f"the plan cuts weights over the axis {axis!r}, this process is no rank of one",
+                advice="run the plan by metainfer run --nproc N, or under torchrun",
+            )
+        return self._numbers[axis]
+
+    def _read(self, value: Value, weight: FlatWeight, region: Region) -> Array | BlockArray:
         name = weight.binding.full_name(value.name[1:])
-        found = self._provider(name)
         wanted = cast(TensorType, value.type)
         shape = tuple(n.static for n in wanted.shape)
-        if isinstance(found, BlockArray):
-            held, same = str(found.format), found.format == wanted.dtype
-        else:
-            held, same = str(found.dtype), found.dtype == getattr(wanted.dtype, "numpy", None)
-        if tuple(found.shape) != shape or not same:
-            held = f"{held}{list(found.shape)}"
-            raise CheckpointError(
-                f"{name} is {held}, the plan was made for {wanted}",
-                advice="give the checkpoint that the plan was compiled for, or compile again",
-            )
-        return found
+        if region and isinstance(self._provider, PartsProvider):
+            _check(name, wanted, shape, self._provider.find(name))
+            found = self._provider.region(name, region)
+            _check(name, wanted, region_shape(shape, region), _kind(found))
+            return found
+        found = self._provider(name)
+        _check(name, wanted, shape, _kind(found))
+        return cut(found, region)
+
+
+# Shape and element type of a tensor; the type as numpy or the block format says it.
+Kind = tuple[tuple[int, ...], str]
+
+
+def _kind(array: Array | BlockArray) -> Kind:
+    held = array.format if isinstance(array, BlockArray) else array.dtype
+    return tuple(array.shape), str(held)
+
+
+def _text(dtype: DType) -> str:
+    return str(dtype.numpy) if isinstance(dtype, Scalar) else str(dtype)
+
+
+def _check(name: str, wanted: TensorType, shape: tuple[int, ...], found: Kind) -> None:
+    if found == (shape, _text(wanted.dtype)):
+        return
+    raise CheckpointError(
+        f"{name} is {found[1]}{list(found[0])}, the plan was made for {wanted}",
+        advice="give the checkpoint that the plan was compiled for, or compile again",
+    )
+
+
+@runtime_checkable
+class PartsProvider(Protocol):
+    """A provider that can read a part of a tensor."""
+
+    def find(self, name: str) -> Kind:
+        """Shape and element type of a whole tensor."""
+        ...
+
+    def region(self, name: str, region: Region) -> Array | BlockArray:
+        """A region of a tensor; only its bytes are read."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -106,33 +163,46 @@ class CheckpointProvider:
         if name in self.constants:
             return self.constants[name]
         if self._is_renamed_apart(name):
-            numbers = takewhile(lambda n: member(name, n) in self.renames, count())
-            return stack([self(member(name, n)) for n in numbers])
+            return stack([self(one) for one in self._members(name)])
         return self.source.read(self.renames.get(name, name))
 
     def _is_renamed_apart(self, name: str) -> bool:
         """Whether tensors that a pass stacked have names of their own in the checkpoint."""
         return is_stacked(name) and name not in self.renames and member(name, 0) in self.renames
 
-    def part(self, name: str, dim: int, start: int, stop: int) -> Array | BlockArray:
-        """Elements ``start:stop`` of one dim; only their bytes are read."""
+    def find(self, name: str) -> Kind:
+        """Shape and element type of a tensor.
+
+        Raises: CheckpointError if there is none of the name.
+        """
         if name in self.constants:
-            index = (slice(None),) * dim + (slice(start, stop),)
-            return cast(Array, self.constants[name][index])
+            return _kind(self.constants[name])
         if self._is_renamed_apart(name):
-            members = [member(name, n) for n in range(start, stop)]
-            if dim:
-                numbers = takewhile(lambda n: member(name, n) in self.renames, count())
-                parts = [self.part(member(name, n), dim - 1, start, stop) for n in numbers]
-                return stack(parts)
-            return stack([self(n) for n in members])
-        return self.source.read_slice(self.renames.get(name, name), dim, start, stop)
+            shape, held = self.find(member(name, 0))
+            return (len(self._members(name)), *shape), held
+        shape, dtype = self.source.known(self.renames.get(name, name))
+        return shape, _text(dtype)
+
+    def region(self, name: str, region: Region) -> Array | BlockArray:
+        """A region of a tensor; only its bytes are read."""
+        if name in self.constants:
+            return cut(self.constants[name], region)
+        if self._is_renamed_apart(name):
+            members = self._members(name)
+            start, stop = region.get(0, (0, len(members)))
+            inner = {dim - 1: bounds for dim, bounds in region.items() if dim}
+            return stack([self.region(one, inner) for one in members[start:stop]])
+        return self.source.read_region(self.renames.get(name, name), region)
+
+    def _members(self, name: str) -> list[str]:
+        names = (member(name, n) for n in count())
+        return list(takewhile(lambda one: one in self.renames, names))
 
 
 def state_dict_provider(tensors: Mapping[str, Any], constants: Mapping[str, Array]) -> Provider:
     """Tensors of an nn.Module's state_dict."""
     from metainfer.backends.torch.tensors import to_numpy
-    from metainfer.ir.dtypes import Scalar, parse_dtype
+    from metainfer.ir.dtypes import parse_dtype
 
     names = {
         "torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16",

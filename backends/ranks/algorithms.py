@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from metainfer.backends.ranks.context import group_of, number_along
+from metainfer.backends.ranks.context import current, group_of, number_along
+from metainfer.backends.ranks.meeting import meeting
 from metainfer.backends.torch.call import TorchCall
 
 Run = Callable[[TorchCall], None]
@@ -19,6 +20,18 @@ Run = Callable[[TorchCall], None]
 
 def _group(call: TorchCall) -> Any:
     return group_of(str(call.attrs["axis"]))
+
+
+def guarded(name: str, run: Run) -> Run:
+    """An algorithm whose failures name the op and the ranks that met."""
+
+    def guard(call: TorchCall) -> None:
+        context, axis = current(), str(call.attrs["axis"])
+        peers = context.peers.get(axis, ())
+        with meeting(f"{name} over {axis}", context.rank, peers, context.limit_s):
+            run(call)
+
+    return guard
 
 
 def _gather_flat(x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:

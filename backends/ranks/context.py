@@ -18,15 +18,19 @@ class RankContext:
 
     Attributes:
         mesh: axes over the ranks.
-        rank: this one.
+        rank: this one, of all ranks of the plan.
         numbers: its number along each axis.
-        groups: process group of each axis, None where the axis has one rank.
+        groups: process group of each axis.
+        peers: ranks that meet along each axis, this one among them.
+        limit_s: seconds after which the transport gives up waiting.
     """
 
     mesh: Mesh
     rank: int
     numbers: Mapping[str, int]
     groups: Mapping[str, Any]
+    peers: Mapping[str, tuple[int, ...]]
+    limit_s: float
 
 
 _current: RankContext | None = None

@@ -2,7 +2,7 @@
 
 from metainfer.backends.kernel import Efficiency, Kernel, Registry
 from metainfer.backends.layout import LayoutRegistry
-from metainfer.backends.ranks.algorithms import ALGORITHMS, OWN
+from metainfer.backends.ranks.algorithms import ALGORITHMS, OWN, guarded
 from metainfer.backends.torch.call import TorchBinder
 
 # What the transport's own sum adds: it rounds to the element type between hops.
@@ -17,7 +17,7 @@ def register(kernels: Registry, layouts: LayoutRegistry) -> None:
                 Kernel(
                     f"ranks.{name}_{algorithm}", name, "ranks",
                     error=_HOP_ERROR if (name, algorithm) == ("all_reduce", "library") else 0.0,
-                    binder=TorchBinder(run),
+                    binder=TorchBinder(guarded(name, run)),
                 )
             )  # fmt: skip
     for name, run in OWN.items():

@@ -13,6 +13,7 @@ import numpy as np
 
 from metainfer.ir.dtypes import BlockArray, DType
 from metainfer.ir.errors import CheckpointError
+from metainfer.ir.ops.collective import rows_of
 from metainfer.runtime.checkpoint.interface import Checkpoint, TensorInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -75,7 +76,7 @@ class TensorSource:
         """
         if not is_stacked(name):
             return self.checkpoint.read(name)
-        count = self._count(name)
+        (count, *_), _ = self.known(name)
         return stack([self.checkpoint.read(member(name, n)) for n in range(count)])
 
     def read_slice(self, name: str, dim: int, start: int, stop: int) -> Array | BlockArray:
@@ -83,26 +84,46 @@ class TensorSource:
 
         Raises: CheckpointError if the range lies outside, or what is missing.
         """
-        if not is_stacked(name):
-            return self.checkpoint.read_slice(name, dim, start, stop)
-        count = self._count(name)
-        if dim == 0:
-            if not 0 <= start < stop <= count:
-                raise CheckpointError(f"slice {start}:{stop} of the {count} tensors {name!r}")
-            return stack([self.checkpoint.read(member(name, n)) for n in range(start, stop)])
-        rest = dim - 1 if dim > 0 else dim
-        parts = (self.checkpoint.read_slice(member(name, n), rest, start, stop)
-                 for n in range(count))  # fmt: skip
-        return stack(list(parts))
+        return self.read_region(name, {dim: (start, stop)})
 
-    def _count(self, name: str) -> int:
+    def read_region(self, name: str, region: Mapping[int, tuple[int, int]]) -> Array | BlockArray:
+        """A region: ``start, stop`` by dim, the others whole; only its bytes are touched.
+
+        Raises: CheckpointError if a range lies outside, or what is missing.
+        """
+        if not is_stacked(name):
+            return self._region(name, region)
+        shape, _ = self.known(name)
+        rank = len(shape)
+        found = {dim % rank: bounds for dim, bounds in region.items() if -rank <= dim < rank}
+        start, stop = found.pop(0, (0, shape[0]))
+        if not 0 <= start < stop <= shape[0] or len(found) + 1 < len(region):
+            raise CheckpointError(f"slice {start}:{stop} of the {shape[0]} tensors {name!r}")
+        inner = {dim - 1: bounds for dim, bounds in found.items()}
+        return stack([self._region(member(name, n), inner) for n in range(start, stop)])
+
+    def _region(self, name: str, region: Mapping[int, tuple[int, int]]) -> Array | BlockArray:
+        """A region of a tensor of the checkpoint: the first dim by the file, the rest is views."""
+        if not region:
+            return self.checkpoint.read(name)
+        (dim, (start, stop)), *rest = region.items()
+        found = self.checkpoint.read_slice(name, dim, start, stop)
+        for more, bounds in rest:
+            found = rows_of(found, more, *bounds)
+        return found
+
+    def known(self, name: str) -> tuple[tuple[int, ...], DType]:
+        """Shape and format of a tensor that must be there.
+
+        Raises: CheckpointError naming what is missing.
+        """
         found = self.find(name)
         if found is None:
             raise CheckpointError(
-                f"there is no tensor {member(name, 0)!r} in the checkpoint",
+                f"there is no tensor {name.replace('*', '0')!r} in the checkpoint",
                 advice="compare the names with check_tensors",
             )
-        return found[0][0]
+        return found
 
     def _members(self, name: str) -> list[TensorInfo]:
         numbers = self._families.get(name, [])

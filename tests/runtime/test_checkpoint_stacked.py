@@ -69,7 +69,7 @@ def test_a_slice_of_experts_reads_only_their_tensors(tmp_path: Path) -> None:
     held = tensors()
     watched = Watched(opened(tmp_path, held))
     provider = CheckpointProvider(TensorSource(watched), {"mine": NAME})  # type: ignore[arg-type]
-    part = provider.part("mine", 0, 4, 7)
+    part = provider.region("mine", {0: (4, 7)})
     assert watched.read_names == [NAME.replace("*", str(n)) for n in (4, 5, 6)]
     np.testing.assert_array_equal(part, provider("mine")[4:7])  # type: ignore[index]
 
@@ -77,8 +77,8 @@ def test_a_slice_of_experts_reads_only_their_tensors(tmp_path: Path) -> None:
 def test_a_constant_is_cut_like_a_tensor(tmp_path: Path) -> None:
     table = np.arange(12.0).reshape(3, 4)
     provider = CheckpointProvider(TensorSource(opened(tmp_path, tensors())), {}, {"table": table})
-    np.testing.assert_array_equal(provider.part("table", 1, 1, 3), table[:, 1:3])
-    np.testing.assert_array_equal(provider.part("norm", 0, 1, 3), np.ones(2))
+    np.testing.assert_array_equal(provider.region("table", {1: (1, 3)}), table[:, 1:3])
+    np.testing.assert_array_equal(provider.region("norm", {0: (1, 3)}), np.ones(2))
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

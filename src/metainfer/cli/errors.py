@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from metainfer.ir.errors import MetainferError
 
 _TRACEBACK = "--traceback"
+COMMAND = "command"  # where the context keeps the arguments as they were given
 FAULT, INTERRUPTED = 1, 130
 
 
@@ -33,6 +34,8 @@ class GuardedGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take --traceback wherever it stands before a ``--``."""
         end = args.index("--") if "--" in args else len(args)
+        # Ranks are started by the same command.
+        ctx.meta[COMMAND] = tuple(args)
         if _TRACEBACK in args[:end]:
             args = [*(a for a in args[:end] if a != _TRACEBACK), *args[end:]]
             ctx.meta[_TRACEBACK] = True

@@ -14,6 +14,16 @@ Hardware = Annotated[
     str, typer.Option("--hw", metavar="HW", help="a machine's file, or a known name (`hw list`)")
 ]
 Threads = Annotated[int, typer.Option(min=0, help="processor threads, 0 for all")]
+Nproc = Annotated[
+    int | None,
+    typer.Option("--nproc", min=1, help="start so many ranks, as many as the plan is for"),
+]
+TimeLimit = Annotated[
+    float,
+    typer.Option(
+        "--time-limit", min=0.1, metavar="SECONDS", help="how long ranks wait for each other"
+    ),
+]
 WeightsPath = Annotated[
     Path | None, typer.Option("--weights", help="checkpoint, instead of the one the plan names")
 ]

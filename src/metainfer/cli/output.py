@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from metainfer.cli.ranks import is_quiet
+
 WIDTH = 100
 
 
@@ -53,7 +55,7 @@ def print_wrapped(text: str, *, indent: int = 0, hanging: int = 2) -> None:
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[str], None]]:
     """Show what long work is at, on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
+    if is_quiet() or not sys.stderr.isatty():
         yield lambda message: None
         return
     from rich.console import Console

@@ -1,7 +1,7 @@
 """`metainfer run`: a plan answers a prompt, or computes arrays from arrays."""
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,14 +10,17 @@ import typer
 from metainfer.cli.options import (
     Json,
     Mismatch,
+    Nproc,
     OtherCheckpoint,
     PlanPath,
     Threads,
+    TimeLimit,
     TraceFile,
     WeightsPath,
     check_plan_path,
 )
 from metainfer.cli.output import print_json, progress, show_rate, show_seconds
+from metainfer.cli.ranks import as_rank, is_quiet, start_ranks, starts_ranks
 from metainfer.ir.errors import MetainferError
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ _LONGEST = 256  # tokens of an answer, unless told otherwise
 
 
 def run(
+    ctx: typer.Context,
     plan: PlanPath,
     prompt: Annotated[
         str | None, typer.Argument(help="what to answer; '-' reads standard input")
@@ -60,6 +64,8 @@ def run(
     ] = None,
     trace: TraceFile = None,
     threads: Threads = 0,
+    nproc: Nproc = None,
+    time_limit: TimeLimit = 60.0,
     weights: WeightsPath = None,
     allow_machine_mismatch: Mismatch = False,
     allow_checkpoint_mismatch: OtherCheckpoint = False,
@@ -67,53 +73,86 @@ def run(
 ) -> None:
     """Run a plan: stream the answer to a prompt, or map arrays to arrays.
 
+    A plan for several ranks is run by as many processes: --nproc starts them, or torchrun does.
+
     Example: metainfer run plans/smollm2-cpu "What is the capital of France?"
     """
     check_plan_path(plan)
-    text = _prompt_text(prompt)
+    if starts_ranks(plan, nproc):
+        start_ranks(ctx, plan)
+        return
     from metainfer.runtime.sampling import SamplingParams
 
     params = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
         max_tokens=max_new_tokens or _LONGEST, stop=tuple(stop or ()),
     )  # fmt: skip
-    with progress(f"loading {plan}"):
-        from metainfer.runtime.load import load
+    with as_rank():
+        text = None if is_quiet() else _prompt_text(prompt)
+        with progress(f"loading {plan}"):
+            from metainfer.runtime.load import load
 
-        model = load(
-            plan, weights, allow_machine_mismatch=allow_machine_mismatch,
-            allow_checkpoint_mismatch=allow_checkpoint_mismatch, num_threads=threads,
-        )  # fmt: skip
-    if not model.is_language_model:
-        _refuse_prompt(text, model)
-        from metainfer.cli.run_module import run_module
+            model = load(
+                plan, weights, allow_machine_mismatch=allow_machine_mismatch,
+                allow_checkpoint_mismatch=allow_checkpoint_mismatch, num_threads=threads,
+                time_limit_s=time_limit,
+            )  # fmt: skip
+        with model:
+            if not model.is_leader:
+                model.follow()
+            elif model.is_language_model:
+                asked = _Asked(text, chat, system, params, max_new_tokens is None, trace, as_json)
+                _refuse_arrays(inputs, output)
+                _answer_prompt(model, asked)
+            else:
+                _refuse_prompt(text, model)
+                from metainfer.cli.run_module import run_module
 
-        run_module(model, inputs or [], output, trace, as_json)
-        return
+                run_module(model, inputs or [], output, trace, as_json)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of a language model."""
+
+    text: str | None
+    chat: bool | None
+    system: str | None
+    params: "SamplingParams"
+    is_as_long_as_fits: bool
+    trace: Path | None
+    as_json: bool
+
+
+def _answer_prompt(model: "LoadedModel", asked: _Asked) -> None:
+    if asked.text is None:
+        raise MetainferError(
+            "no prompt is given", advice='metainfer run PLAN "..."; - reads standard input'
+        )
+    params = asked.params
+    tracer = _tracer(model, asked.trace)
+    engine = model.engine() if tracer is None else _engine(tracer, model)
+    ids = encode_prompt(engine, asked.text, asked.chat, asked.system)
+    if asked.is_as_long_as_fits:
+        room = engine.capacity.context - len(ids) + 1
+        params = replace(params, max_tokens=min(_LONGEST, max(room, 1)))
+    completion = _answer(engine, ids, params, stream=not asked.as_json)
+    if asked.as_json:
+        print_json(_plain(completion))
+    else:
+        typer.echo(_figures(completion), err=True)
+    if tracer is not None and asked.trace is not None:
+        from metainfer.cli.tracing import save_trace
+
+        save_trace(model, tracer.events, asked.trace)
+
+
+def _refuse_arrays(inputs: list[str] | None, output: Path | None) -> None:
     if inputs or output:
         raise MetainferError(
             "--input and --output are for modules, the plan is of a language model",
             advice='give a prompt: metainfer run PLAN "..."',
         )
-    if text is None:
-        raise MetainferError(
-            "no prompt is given", advice='metainfer run PLAN "..."; - reads standard input'
-        )
-    tracer = _tracer(model, trace)
-    engine = model.engine() if tracer is None else _engine(tracer, model)
-    ids = encode_prompt(engine, text, chat, system)
-    if max_new_tokens is None:
-        room = engine.capacity.context - len(ids) + 1
-        params = replace(params, max_tokens=min(_LONGEST, max(room, 1)))
-    completion = _answer(engine, ids, params, stream=not as_json)
-    if as_json:
-        print_json(_plain(completion))
-    else:
-        typer.echo(_figures(completion), err=True)
-    if tracer is not None and trace is not None:
-        from metainfer.cli.tracing import save_trace
-
-        save_trace(model, tracer.events, trace)
 
 
 def _prompt_text(prompt: str | None) -> str | None:

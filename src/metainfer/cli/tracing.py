@@ -45,10 +45,9 @@ class TracingRunner:
         if self._decoded > _DECODE_STEPS:
             return self._model.run(phase, tokens, step)
         offset = (time.perf_counter() - self._begun) * 1e6
-        measured, env = self._model.trace(phase, tokens, step)
+        logits, measured, env = self._model.trace(phase, tokens, step)
         self.events += _events(self._model, phase, measured, env, offset)
-        executor = self._model.executor(phase)
-        return executor.output(0, env).float().cpu().numpy()
+        return logits
 
 
 def trace_call(model: LoadedModel, tensors: Sequence[torch.Tensor]) -> list[TraceEvent]:

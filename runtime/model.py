@@ -1,0 +1,261 @@
+"""A loaded model: the modules of a plan with their weights in memory, ready to run."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+
+from metainfer.backends.registry import Backends
+from metainfer.hardware.machine import Machine
+from metainfer.ir.arena import plan_arena
+from metainfer.ir.errors import CapacityError, TypeMismatch
+from metainfer.ir.flatten import flatten
+from metainfer.ir.graph import Module, Value
+from metainfer.ir.interpret import unify
+from metainfer.ir.plan import Plan
+from metainfer.ir.verify import verify_module
+from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
+from metainfer.runtime.legality import check_kernels
+from metainfer.runtime.storage import Storage
+from metainfer.runtime.weights import Provider, WeightStore
+from metainfer.runtime.workspace import workspace_bytes
+
+if TYPE_CHECKING:
+    from metainfer.runtime.engine import Engine
+    from metainfer.runtime.ranks import Ranks
+
+
+class LoadedModel:
+    """A plan with its weights in memory.
+
+    For a language model: `run` executes one step (see `runtime.runner.StepRunner`), `engine` serves
+    requests. For any other module the object is called with the module's inputs.
+    """
+
+    def __init__(
+        self, plan: Plan, machine: Machine, provider: Provider, backends: Backends,
+        num_threads: int, ranks: "Ranks | None" = None,
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.machine = machine
+        self.plan_hash = plan.hash
+        capacity = plan.meta["capacity"]
+        self.max_tokens = int(capacity["max_tokens"])
+        self.max_sequences = int(capacity["max_sequences"])
+        self.max_context = int(capacity["max_context"])
+        self.page_size = int(capacity["page_size"])
+        self.num_pages = int(capacity["num_pages"])
+        _set_threads(num_threads, ranks)
+        self._phases = self._executors(provider, backends, ranks)
+        self.vocab_size = _vocab_size(plan.module(plan.phases[0], plan.layout.pp - 1))
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether the plan is one of steps over tokens."""
+        return bool(self.plan.meta["model"]["kind"] == "causal_lm")
+
+    def executor(self, phase: str) -> PhaseExecutor:
+        """The executor of a phase."""
+        return self._phases[phase]
+
+    # --- language models -----------------------------------------------------------------------
+
+    def run(self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Run one step.
+
+        Shapes: tokens i32 [T], step fields as in `ir.step` -> logits f32 [R, V], valid until the
+        next run.
+        Raises: CapacityError if the step is larger than the plan's.
+        """
+        executor, env = self._prepare(phase, tokens, step)
+        executor.run(env)
+        return _numbers(executor.output(0, env))
+
+    def trace(
+        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, list[Measured], dict[str, int]]:
+        """Run one step, timing every group; returns the logits, the groups and the sizes."""
+        executor, env = self._prepare(phase, tokens, step)
+        measured = executor.trace(env)
+        return _numbers(executor.output(0, env)), measured, env
+
+    def observe(
+        self,
+        phase: str,
+        tokens: np.ndarray,
+        step: Mapping[str, np.ndarray],
+        watched: Mapping[str, Value],
+        seen: Observer,
+    ) -> np.ndarray:
+        """Run one step, showing values on the way (`PhaseExecutor.observe`). Shapes: as `run`."""
+        executor, env = self._prepare(phase, tokens, step)
+        executor.observe(env, watched, seen)
+        return _numbers(executor.output(0, env))
+
+    def _prepare(
+        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
+    ) -> tuple[PhaseExecutor, dict[str, int]]:
+        executor, env = self._sized(phase, tokens, step)
+        self._storage.set_step(step)
+        executor.input(0, env).copy_(torch.from_numpy(np.ascontiguousarray(tokens, np.int32)))
+        return executor, env
+
+    def _sized(
+        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
+    ) -> tuple[PhaseExecutor, dict[str, int]]:
+        """The executor of a phase, and the sizes of a step, which it must hold."""
+        executor = self._phases[phase]
+        env = {
+            "T": len(tokens), "B": len(step["lengths"]), "P": step["pages"].shape[1],
+            "R": len(step["sample_rows"]),
+        }  # fmt: skip
+        _check_sizes(executor.module, env)
+        return executor, env
+
+    def engine(self) -> "Engine":
+        """An engine over this model, with the plan's tokenizer if it is here."""
+        from metainfer.runtime.engine import Engine
+        from metainfer.runtime.tokenizer import load_tokenizer
+
+        path = self.plan.meta["model"]["tokenizer"]
+        tokenizer = load_tokenizer(Path(path)) if path and Path(path).exists() else None
+        return Engine(self, tokenizer)
+
+    # --- modules -------------------------------------------------------------------------------
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run a module of kind "module" on tensors; the results are copies.
+
+        Raises: CapacityError or TypeMismatch if the sizes are not those compiled for.
+        """
+        return self._call(inputs, self._call_sizes(inputs))
+
+    def _call_sizes(self, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+        executor = self._phases["call"]
+        wanted = len(executor.flat.inputs)
+        if len(inputs) != wanted:
+            raise TypeMismatch(
+                f"the module takes {wanted} inputs, got {len(inputs)}",
+                advice=f"in order: {', '.join(self.plan.meta['model']['inputs'])}",
+            )
+        env: dict[str, int] = {}
+        for value, tensor in zip(executor.flat.inputs, inputs, strict=True):
+            unify(value, tuple(tensor.shape), env)
+        _check_sizes(executor.module, env)
+        return env
+
+    def _call(
+        self, inputs: Sequence[torch.Tensor], env: Mapping[str, int]
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        executor = self._phases["call"]
+        for index, tensor in enumerate(inputs):
+            executor.input(index, env).copy_(tensor)
+        executor.run(env)
+        outputs = tuple(executor.output(i, env).clone() for i in range(len(executor.flat.outputs)))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    # --- ranks ---------------------------------------------------------------------------------
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process gives the orders; one that does not only has to `follow`."""
+        return True
+
+    def follow(self) -> None:
+        """Do what the leader orders until it ends; the leader itself returns at once."""
+
+    def close(self) -> None:
+        """Let go of the other ranks, if there are any."""
+
+    def __enter__(self) -> Self:
+        """Begin a block at whose end the model is closed."""
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Close the model."""
+        self.close()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _executors(
+        self, provider: Provider, backends: Backends, ranks: "Ranks | None"
+    ) -> dict[str, PhaseExecutor]:
+        stage, numbers = (ranks.stage, ranks.numbers) if ranks is not None else (0, {})
+        device = self.machine.device(ranks.rank if ranks is not None else 0)
+        modules = {phase: self.plan.module(phase, stage) for phase in self.plan.phases}
+        for module in modules.values():
+            # Kernels trust shapes and write by address: a plan from elsewhere must not mislead.
+            verify_module(module)
+            check_kernels(module, device, backends)
+        flats = {phase: flatten(m) for phase, m in modules.items()}
+        arenas = {
+            phase: plan_arena(
+                flats[phase], m.limits(), workspace_bytes(m, flats[phase], device, backends)
+            )
+            for phase, m in modules.items()
+        }
+        where = torch.device("cuda" if device.kind == "gpu" else "cpu")
+        size = max(a.size for a in arenas.values())
+        storage = Storage(
+            size, _highs(modules.values()), ranks.device if ranks else where, self.max_context,
+            has_step=any(m.has_step for m in modules.values()),
+        )  # fmt: skip
+        self._storage = storage
+        store = WeightStore(provider, backends, numbers)
+        for phase, module in modules.items():
+            for name, weight in flats[phase].weights.items():
+                storage.add_weight(phase, name, store.get(module, weight))
+            for name, state in flats[phase].states.items():
+                if name not in storage.states:
+                    storage.add_state(name, state.state, self.num_pages)
+        return {
+            phase: PhaseExecutor(module, flats[phase], arenas[phase], storage, backends, phase)
+            for phase, module in modules.items()
+        }
+
+    _storage: Storage
+
+
+def _vocab_size(module: Module) -> int:
+    """Width of the logits; 0 for a module whose first result has none."""
+    shape = module.main.outputs[0].tensor.shape
+    return shape[-1].static if shape and shape[-1].is_static else 0
+
+
+def _numbers(logits: torch.Tensor) -> np.ndarray:
+    found: np.ndarray = logits.float().cpu().numpy()
+    return found
+
+
+def _highs(modules: Iterable[Module]) -> dict[str, int]:
+    highs: dict[str, int] = {}
+    for module in modules:
+        for symbol in module.symbols:
+            highs[symbol.name] = max(highs.get(symbol.name, 0), symbol.high)
+    return highs
+
+
+def _check_sizes(module: Module, env: Mapping[str, int]) -> None:
+    for symbol in module.symbols:
+        value = env.get(symbol.name, symbol.low)
+        if not symbol.low <= value <= symbol.high:
+            raise CapacityError(
+                f"{symbol.name} = {value} is outside the plan's [{symbol.low}, {symbol.high}]",
+                advice="compile with larger --max-tokens, --max-sequences or --max-context; for a "
+                "module with other bounds",
+            )
+
+
+def _set_threads(count: int, ranks: "Ranks | None") -> None:
+    """Take so many processor threads; 0 takes this rank's share of those that there are."""
+    import os
+
+    from metainfer.backends.cpu.program import set_num_threads
+
+    sharing = ranks.process.local_world if ranks is not None else 1
+    available = max(len(os.sched_getaffinity(0)) // sharing, 1)
+    torch.set_num_threads(count or available)
+    if count or sharing > 1:
+        set_num_threads(count or available)

@@ -1,0 +1,81 @@
+"""Parts of weights: which elements of every checkpoint tensor a rank needs, and no others.
+
+`take_shard` at the end of a load graph asks for a part of what was made; the question is handed
+down through ops that work element by element, so that only that part is read and made.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from metainfer.ir.dtypes import BlockArray
+from metainfer.ir.graph import Op
+from metainfer.ir.ops.collective import block_extent, rows_of
+from metainfer.ir.ops.record import Array
+from metainfer.ir.types import TensorType
+
+# (start, stop) by dim; dims that are not named are whole.
+Region = Mapping[int, tuple[int, int]]
+
+# Ops whose every element, or every block, depends on that of their operand alone.
+_ELEMENTWISE = frozenset({"cast", "quantize", "dequantize", "refine_scales"})
+
+
+def shard_region(op: Op, number: int, region: Region) -> Region:
+    """The region of a `take_shard`'s operand that holds a region of its result.
+
+    Args:
+        op: the `take_shard`, in local form.
+        number: of the rank along the op's axis.
+        region: of the result.
+    """
+    dim, ranks = int(cast(int, op.attr["dim"])), int(cast(int, op.attr["ranks"]))
+    parts = int(cast(int, op.attr.get("parts", 0))) or ranks
+    size = op.operands[0].tensor.shape[dim].static // parts
+    base = number * parts // ranks * size
+    start, stop = region.get(dim, (0, size))
+    return {**region, dim: (base + start, base + stop)}
+
+
+def needed_region(op: Op, region: Region) -> Region | None:
+    """The region of an op's operand from which that of its result can be made; None if all is.
+
+    It is larger where blocks of a format would be cut.
+    """
+    if op.name not in _ELEMENTWISE:
+        return None
+    types = (op.operands[0].tensor, op.result.tensor)
+    return {dim: _whole_blocks(types, dim, bounds) for dim, bounds in region.items()}
+
+
+def _whole_blocks(
+    types: Sequence[TensorType], dim: int, bounds: tuple[int, int]
+) -> tuple[int, int]:
+    start, stop = bounds
+    for type_ in types:
+        extent = block_extent(type_, dim) or 1
+        start = start // extent * extent
+        stop = min(-(-stop // extent) * extent, type_.shape[dim].static)
+    return start, stop
+
+
+def cut(data: Array | BlockArray, region: Region, held: Region | None = None) -> Array | BlockArray:
+    """A region of a tensor.
+
+    Args:
+        data: the tensor, or a region of it.
+        region: what is wanted, in places of the whole tensor.
+        held: the region that ``data`` is; None if it is the whole tensor.
+
+    Raises: TypeMismatch if blocks of a format would be cut.
+    """
+    for dim, (start, stop) in region.items():
+        base = held[dim][0] if held is not None else 0
+        if (start - base, stop - base) != (0, data.shape[dim]):
+            data = rows_of(data, dim, start - base, stop - base)
+    return data
+
+
+def region_shape(shape: Sequence[int], region: Region) -> tuple[int, ...]:
+    """Shape of a region of a tensor."""
+    whole = ((0, size) for size in shape)
+    return tuple(stop - start for start, stop in (region.get(d, w) for d, w in enumerate(whole)))

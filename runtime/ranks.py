@@ -1,0 +1,231 @@
+"""The ranks of a plan: a process joins them, they agree on the plan, and meet in groups.
+
+A process is one rank, started by torchrun or by `metainfer run --nproc N`. Its number along each
+axis follows from the plan's layout: stages are outermost, then replicas, then tensor parallelism.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from metainfer.backends.ranks.context import RankContext, set_context
+from metainfer.backends.ranks.meeting import meeting
+from metainfer.ir.errors import PlanError
+from metainfer.ir.simulate import axis_groups, axis_numbers
+from metainfer.ir.strategy import Layout
+
+JOIN_LIMIT_S = 300.0
+# Waiting for work is no fault: whoever ends, or is killed, closes his connections.
+_WORK_LIMIT_S = 30 * 24 * 3600.0
+_HASH_CHARS = 64
+
+
+@dataclass(frozen=True)
+class Process:
+    """What the launcher says of this process.
+
+    Attributes:
+        rank: of all processes.
+        world: processes in all.
+        local_rank: on this host.
+        local_world: processes on this host.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+
+def launched() -> Process | None:
+    """This process as torchrun numbered it; None if it was started by itself.
+
+    Raises: PlanError if the numbers contradict each other.
+    """
+    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    if not all(found.values()):
+        return None
+    local = [os.environ.get(f"LOCAL_{n}", found[n]) for n in ("RANK", "WORLD_SIZE")]
+    texts = (found["RANK"], found["WORLD_SIZE"], *local)
+    if not all(t.isdecimal() for t in texts) or not int(texts[0]) < int(texts[1]):
+        raise PlanError(
+            f"RANK={texts[0]} of WORLD_SIZE={texts[1]} is no rank",
+            advice="start ranks by metainfer run --nproc N, or by torchrun",
+        )
+    return Process(*map(int, texts))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a plan, as one of them sees them.
+
+    Attributes:
+        layout: of the plan.
+        process: this rank.
+        device: where its tensors live.
+        control: group of all ranks over the hosts' memory, for orders and results.
+        groups: process group along each axis of the stage's mesh.
+        before: group with the same place of the stage before, None in the first.
+        after: group with the same place of the stage after, None in the last.
+        limit_s: seconds that a meeting may take.
+        is_owner: whether the process group was made here, and ends with the model.
+    """
+
+    layout: Layout
+    process: Process
+    device: torch.device
+    control: Any
+    groups: Mapping[str, Any]
+    before: Any
+    after: Any
+    limit_s: float
+    is_owner: bool = field(default=True)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.process.rank
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank gives the orders."""
+        return self.rank == 0
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage of this rank."""
+        return self.rank // self.layout.stage_ranks
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """This rank's number along each axis of its stage's mesh."""
+        return numbers_in(self.layout, self.rank)
+
+    @property
+    def replica(self) -> int:
+        """The replica that this rank belongs to."""
+        return self.numbers.get("dp", 0)
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank hands its replica's results to the leader."""
+        is_last = self.stage == self.layout.pp - 1
+        return is_last and self.numbers.get("tp", 0) == 0
+
+    def answering(self, replica: int) -> int:
+        """The rank that has a replica's results."""
+        return (self.layout.pp - 1) * self.layout.stage_ranks + replica * self.layout.tp
+
+    def barrier(self, what: str) -> None:
+        """Wait for all ranks. Raises: RankError if one is gone."""
+        everybody = tuple(range(self.layout.num_ranks))
+        with meeting(what, self.rank, everybody, _WORK_LIMIT_S):
+            dist.barrier(group=self.control)
+
+    def close(self) -> None:
+        """Leave the ranks."""
+        set_context(None)
+        if self.is_owner and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def numbers_in(layout: Layout, rank: int) -> dict[str, int]:
+    """A rank's number along each axis of its stage's mesh."""
+    place = rank % layout.stage_ranks
+    return {axis: axis_numbers(layout.mesh, axis)[place] for axis, _ in layout.mesh.axes}
+
+
+def join(layout: Layout, plan_hash: str, process: Process, kind: str, limit_s: float) -> Ranks:
+    """Meet all ranks, agree that all have the same plan, and form the groups.
+
+    Args:
+        layout: of the plan.
+        plan_hash: of the plan.
+        process: this one.
+        kind: "cpu" or "gpu".
+        limit_s: seconds that a meeting may take from then on.
+
+    Raises: PlanError on all ranks if their plans differ, or they are not as many as planned;
+        RankError if one is gone.
+    """
+    is_owner = not dist.is_initialized()
+    if is_owner:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=JOIN_LIMIT_S))
+    try:
+        everybody = tuple(range(process.world))
+        with meeting("the exchange of plan hashes", process.rank, everybody, JOIN_LIMIT_S):
+            _agree(plan_hash, process)
+        check_world(layout, process.world)
+        with meeting("the forming of groups", process.rank, everybody, JOIN_LIMIT_S):
+            return _form(layout, process, kind, limit_s, is_owner)
+    except BaseException:
+        if is_owner:
+            dist.destroy_process_group()
+        raise
+
+
+def check_world(layout: Layout, world: int) -> None:
+    """Require as many ranks as planned.
+
+    Raises: PlanError that says how to start them.
+    """
+    if world != layout.num_ranks:
+        raise PlanError(
+            f"the plan is for {layout.num_ranks} ranks ({layout}), {world} are running",
+            advice=f"metainfer run PLAN PROMPT --nproc {layout.num_ranks}, or compile for {world}",
+        )
+
+
+def _agree(plan_hash: str, process: Process) -> None:
+    """Compare the plan's hash with those of all other ranks."""
+    own = torch.zeros(_HASH_CHARS, dtype=torch.uint8)
+    text = plan_hash.encode()[:_HASH_CHARS]
+    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(process.world)]
+    dist.all_gather(found, own)
+    hashes = [bytes(t.tolist()).rstrip(b"\0").decode() for t in found]
+    if len(set(hashes)) == 1:
+        return
+    by_hash: dict[str, list[int]] = {}
+    for rank, one in enumerate(hashes):
+        by_hash.setdefault(one, []).append(rank)
+    raise PlanError(
+        "the ranks have different plans",
+        text="\n".join(f"ranks {', '.join(map(str, r))}: plan {h}" for h, r in by_hash.items()),
+        advice="give every rank the same folder; copy it to every host",
+    )
+
+
+def _form(layout: Layout, process: Process, kind: str, limit_s: float, is_owner: bool) -> Ranks:
+    """Form the groups; every rank must ask for all of them in the same order."""
+    backend, device = "gloo", torch.device("cpu")
+    if kind == "gpu":
+        backend, device = "nccl", torch.device("cuda", process.local_rank)
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=limit_s)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=_WORK_LIMIT_S))
+    groups, peers = {}, {}
+    for stage in range(layout.pp):
+        for axis, _ in layout.mesh.axes:
+            for places in axis_groups(layout.mesh, axis):
+                members = tuple(stage * layout.stage_ranks + place for place in places)
+                group = dist.new_group(list(members), backend=backend, timeout=limit)
+                if process.rank in members:
+                    groups[axis], peers[axis] = group, members
+    before = after = None
+    for rank in range((layout.pp - 1) * layout.stage_ranks):
+        pair = (rank, rank + layout.stage_ranks)
+        # The later stage waits while all earlier ones compute.
+        group = dist.new_group(list(pair), backend=backend, timeout=limit * layout.pp)
+        if process.rank == pair[0]:
+            after = group
+        elif process.rank == pair[1]:
+            before = group
+    numbers = numbers_in(layout, process.rank)
+    set_context(RankContext(layout.mesh, process.rank, numbers, groups, peers, limit_s))
+    return Ranks(layout, process, device, control, groups, before, after, limit_s, is_owner)

@@ -1,0 +1,182 @@
+"""Self-test of collectives: every algorithm that a plan names, on a known pattern, before any work.
+
+A transport can be set up and still lose or damage data, or hang; what it costs to find out here is
+little beside what it costs to find out in answers.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from metainfer.backends.kernel import Kernel
+from metainfer.backends.ranks.context import current
+from metainfer.backends.ranks.meeting import last_meeting, overdue
+from metainfer.backends.registry import Backends
+from metainfer.backends.torch.call import TorchBinder, TorchCall
+from metainfer.backends.torch.tensors import to_torch, torch_dtype
+from metainfer.ir.errors import PlanError, RankError
+from metainfer.ir.graph import Module, Op
+from metainfer.ir.interpret import concrete_attr
+from metainfer.ir.ops.collective import MEETING, exchange
+from metainfer.ir.ops.record import op_def
+from metainfer.ir.types import TensorType
+from metainfer.runtime.ranks import Ranks
+
+LIMIT_S = 10.0
+# Larger steps are cut: what goes wrong does so at a few megabytes too.
+_MOST_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One algorithm at one size.
+
+    Attributes:
+        op: a collective, in local form.
+        kernel: the algorithm's kernel.
+        shape: of the operand.
+    """
+
+    op: Op
+    kernel: str
+    shape: tuple[int, ...]
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """Attributes with defaults; every size is a number."""
+        return {
+            k: concrete_attr(v, {}) for k, v in op_def(self.op.name).complete(self.op.attr).items()
+        }
+
+    def __str__(self) -> str:
+        """Name it as errors do."""
+        return f"{self.op.name} over {self.op.attr['axis']} of {list(self.shape)} by {self.kernel}"
+
+
+def trials(modules: Iterable[Module]) -> tuple[Trial, ...]:
+    """The least and the largest case of every row of every collective's table, in text's order."""
+    found: dict[tuple[object, ...], Trial] = {}
+    for module in modules:
+        limits = module.limits()
+        for graph in module.graphs:
+            for op in graph.ops:
+                for trial in _of_op(op, limits) if op.name in MEETING else ():
+                    key = (
+                        op.name,
+                        op.attrs,
+                        op.operands[0].tensor.dtype,
+                        trial.kernel,
+                        trial.shape,
+                    )
+                    found.setdefault(key, trial)
+    return tuple(found.values())
+
+
+def _of_op(op: Op, limits: Mapping[str, tuple[int, int]]) -> Iterable[Trial]:
+    least = {name: low for name, (low, _) in limits.items()}
+    for choice in op.choices:
+        most = {name: high for name, (_, high) in limits.items()}
+        if choice.symbol:
+            most[choice.symbol] = min(choice.limit, most[choice.symbol])
+        for env in (least, most):
+            yield Trial(op, choice.kernel, _bounded(op.operands[0].tensor, env, limits))
+        if choice.symbol:
+            least[choice.symbol] = min(choice.limit + 1, limits[choice.symbol][1])
+
+
+def _bounded(
+    type_: TensorType, env: Mapping[str, int], limits: Mapping[str, tuple[int, int]]
+) -> tuple[int, ...]:
+    """The type's shape at sizes that are made smaller until it has few elements."""
+    sizes = dict(env)
+    shape = type_.concrete(sizes)
+    while np.prod(shape) > _MOST_ELEMENTS:
+        halved = {n: max(s // 2, limits[n][0]) for n, s in sizes.items()}
+        if halved == sizes:
+            break
+        sizes, shape = halved, type_.concrete(halved)
+    return shape
+
+
+def self_test(ranks: Ranks, modules: Iterable[Module], backends: Backends) -> None:
+    """Run every trial, and compare notes with all ranks.
+
+    Raises: RankError on all ranks that names op, algorithm and rank where numbers are wrong, or on
+        those that waited in vain.
+    """
+    wrong = [said for trial in trials(modules) if (said := _run(ranks, trial, backends))]
+    notes: list[list[str]] = [[] for _ in range(ranks.layout.num_ranks)]
+    dist.all_gather_object(notes, wrong, group=ranks.control)
+    lines = [f"rank {rank}: {line}" for rank, said in enumerate(notes) for line in said]
+    if lines:
+        raise RankError(
+            "collectives of this plan give wrong numbers on this machine",
+            text="\n".join(lines[:10]),
+            advice="compile again with --forbid KERNEL for those named; GPUs: data that is damaged "
+            "without an error comes from P2P under an IOMMU: NCCL_P2P_DISABLE=1",
+        )
+
+
+def _run(ranks: Ranks, trial: Trial, backends: Backends) -> str:
+    """What is wrong with an algorithm, "" if nothing is.
+
+    Raises: RankError if it does not end in time.
+    """
+    kernel = backends.kernels.get(trial.kernel)
+    outcome: list[str | BaseException] = []
+
+    def attempt() -> None:
+        try:
+            outcome.append(_attempt(ranks, trial, kernel))
+        except BaseException as error:
+            outcome.append(error)
+
+    # A thread of its own: one that hangs in a transport cannot be interrupted, only left behind.
+    worker = threading.Thread(target=attempt, daemon=True)
+    worker.start()
+    worker.join(LIMIT_S)
+    if not outcome:
+        raise overdue(f"the self-test of {trial} ({last_meeting()})", ranks.rank, LIMIT_S)
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _attempt(ranks: Ranks, trial: Trial, kernel: Kernel) -> str:
+    if not isinstance(kernel.binder, TorchBinder):
+        raise PlanError(f"kernel {kernel.name} is no algorithm of a collective")
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    axis = str(trial.op.attr["axis"])
+    own, peers = current().numbers[axis], len(current().peers[axis])
+    parts = [pattern(trial, number) for number in range(peers)]
+    wanted = exchange(trial.op.name, parts, trial.attrs)[own]
+    dtype = torch_dtype(trial.op.result.tensor.dtype)
+    # NOTE: what lay there before must not pass for a result.
+    output = torch.full(wanted.shape, 77, dtype=dtype, device=ranks.device)
+    operand = to_torch(parts[own]).to(ranks.device)
+    kernel.binder.run(TorchCall(trial.op, (operand,), (output,), trial.attrs))
+    different = int((output.cpu() != to_torch(np.ascontiguousarray(wanted))).sum())
+    return f"{trial}: {different} of {output.numel()} elements are wrong" if different else ""
+
+
+def pattern(trial: Trial, number: int) -> np.ndarray:
+    """The operand of a rank: small whole numbers, so that sums are exact in every element type."""
+    count = int(np.prod(trial.shape))
+    values = (np.arange(count) * 5 + np.arange(count) // 7 + number * 3) % 7 - 3
+    dtype = trial.op.operands[0].tensor.dtype
+    made: np.ndarray = values.reshape(trial.shape).astype(np.float32).astype(_numpy(dtype))
+    return made
+
+
+def _numpy(dtype: object) -> np.dtype:
+    found = getattr(dtype, "numpy", None)
+    if found is None:
+        raise PlanError(f"a collective of {dtype} cannot be tested")
+    assert isinstance(found, np.dtype)
+    return found

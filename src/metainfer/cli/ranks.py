@@ -1,0 +1,166 @@
+"""Ranks of a command: started through torch's elastic agent, or joined where torchrun started them.
+
+Only rank 0 prints results. A rank that fails writes its error where the agent finds it; the
+command ends with the error of the rank that failed first.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from metainfer.cli.errors import COMMAND, FAULT
+from metainfer.ir.errors import MetainferError, PlanError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+# A rank that only noticed that another failed lets that one be heard first.
+_ECHO_WAIT_S = 1.0
+
+
+def own_rank() -> int | None:
+    """This process's rank, None if it is none."""
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdecimal() and "WORLD_SIZE" in os.environ else None
+
+
+def is_quiet() -> bool:
+    """Whether another rank does the talking."""
+    return bool(own_rank())
+
+
+def starts_ranks(plan: Path, nproc: int | None) -> bool:
+    """Whether this process only starts the ranks of a plan.
+
+    Raises: PlanError if the plan is for another number of ranks, or ranks were not asked for.
+    """
+    count, layout = _planned(plan)
+    if own_rank() is not None:
+        return False
+    if nproc is None and count > 1:
+        raise PlanError(
+            f"the plan at {plan} is for {count} ranks ({layout}), this is one process",
+            advice=f"start them: add --nproc {count}, or run it under torchrun",
+        )
+    if nproc is not None and nproc != count:
+        raise PlanError(
+            f"the plan at {plan} is for {count} ranks ({layout}), --nproc asks for {nproc}",
+            advice=f"give --nproc {count}, or compile for {nproc} ranks (--tp, --dp, --pp)",
+        )
+    return count > 1
+
+
+def _planned(plan: Path) -> tuple[int, str]:
+    """Ranks that a plan says it is for; a damaged one is refused when it is loaded."""
+    try:
+        sizes = json.loads((plan / "plan.json").read_text())["ranks"]
+        layout = " ".join(f"{n}={sizes[n]}" for n in ("pp", "dp", "tp", "ep") if sizes[n] > 1)
+        return int(sizes["count"]), layout or "one rank"
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1, "one rank"
+
+
+def start_ranks(ctx: typer.Context, plan: Path) -> None:
+    """Run this very command as the ranks of a plan, and wait for all of them.
+
+    Raises: RankError with what the rank that failed first said.
+    """
+    import logging
+    import tempfile
+
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    count, _ = _planned(plan)
+    # What went wrong is said once, below.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="metainfer-ranks-") as folder:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=Path(folder).name,
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
+            max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )  # fmt: skip
+        command = ("-m", "metainfer", *ctx.meta[COMMAND])
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            _report(error.failures)
+        except SignalException as error:
+            raise KeyboardInterrupt from error
+
+
+def _report(failures: "Mapping[int, ProcessFailure]") -> None:
+    """Print the error of the rank that failed first, and leave with its exit code."""
+    rank, first = min(failures.items(), key=lambda item: _precedence(item[1]))
+    if first.exitcode < 0:
+        raise RankError(
+            f"rank {rank} was ended by signal {-first.exitcode} ({first.signal_name()})",
+            advice="if nobody sent it: it ran out of memory (see dmesg), or crashed",
+        )
+    sys.stderr.write(f"{_said(first) or f'error: rank {rank} ended with exit code'}\n")
+    raise typer.Exit(first.exitcode)
+
+
+def _precedence(failure: "ProcessFailure") -> tuple[int, int]:
+    """Killed from outside before failed by itself, before those that only noticed."""
+    if failure.exitcode < 0:
+        is_ours = failure.exitcode == -signal.SIGTERM
+        return (3 if is_ours else 0), failure.timestamp
+    is_echo = bool(_extra(failure).get("is_echo"))
+    return (2 if is_echo else 1), failure.timestamp
+
+
+def _extra(failure: "ProcessFailure") -> Mapping[str, Any]:
+    message = failure.error_file_data.get("message")
+    return message.get("extraInfo", {}) if isinstance(message, dict) else {}
+
+
+def _said(failure: "ProcessFailure") -> str:
+    message = failure.error_file_data.get("message")
+    return str(message.get("message", "")) if isinstance(message, dict) else ""
+
+
+@contextmanager
+def as_rank() -> Iterator[None]:
+    """Run the part of a command that every rank runs; its errors go where the agent finds them.
+
+    Raises: whatever the block raises, if this process is no rank.
+    """
+    rank = own_rank()
+    if rank is None:
+        yield
+        return
+    try:
+        yield
+    except (typer.Exit, KeyboardInterrupt):
+        raise
+    except MetainferError as error:
+        is_echo = isinstance(error, RankError) and error.is_echo
+        if is_echo:
+            time.sleep(_ECHO_WAIT_S)
+        _leave(f"error: {error.render()}", error.exit_code, is_echo)
+    except Exception as error:
+        line = (str(error).splitlines() or ["no message"])[0]
+        _leave(f"internal error of rank {rank}: {type(error).__name__}: {line}", FAULT, False)
+
+
+def _leave(text: str, code: int, is_echo: bool) -> None:
+    """Say what happened, and end at once: a thread may hang in a transport."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"timestamp": str(int(time.time())), "is_echo": is_echo}
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    else:
+        sys.stderr.write(f"{text}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
