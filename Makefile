@@ -10,7 +10,7 @@ QUESTION ?= What is gravity?
 NEW_TOKENS ?= 64
 DEMO_ARGS ?=
 
-.PHONY: demo test check lint types pytest format clean
+.PHONY: demo test check lint types pytest kernels-check kernels-figures format clean
 
 demo: $(VENV)/demo
 	$(BIN)/metainfer compile models/smollm2.py --hw hardware/cpu.toml --out $(DEMO_PLAN) --force
@@ -30,6 +30,14 @@ types: $(VENV)/dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: test
+
+# Every Triton kernel of known plans, compiled for its card and held against it; needs no GPU.
+kernels-check: $(VENV)/demo
+	$(BIN)/metainfer kernels check
+
+# The figures that come with the package, after a template changed.
+kernels-figures: $(VENV)/demo
+	$(BIN)/metainfer kernels check --keep backends/triton/compiled.json
 
 format: $(VENV)/dev
 	$(BIN)/ruff check --fix .

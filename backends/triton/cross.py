@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from metainfer.hardware.device import Device
 from metainfer.ir.errors import Unsupported
 
 _VERSION = 1  # of what is kept on disk
+# Of a thread: a dozen registers, stored and loaded. Fewer cost less than a smaller tile would.
+MOST_SPILLED_BYTES = 96
 _CUDA_WARP, _AMD_WARP = 32, 64
+_OLDEST_CUDA = 80  # that Triton's matrix products are made for
 _MATRIX = re.compile(r"\b(wgmma\.mma_async\.\S+|mma\.sync\.\S+|tcgen05\.mma\.\S+|v_mfma_\w+)")
 _TYPES = {
     torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16",
@@ -67,13 +71,14 @@ def resources_of(launch: Launch, device: Device) -> Resources:
             advice="unset TRITON_INTERPRET before Python starts",
         )
     signature, constants, attrs = _specialised(launch)
-    path = _cache_path(launch, device, signature, constants, attrs)
-    kept = _read(path)
-    if kept is not None:
-        return kept
-    made = _compiled(launch, device, signature, constants, attrs)
-    _write(path, made)
-    return made
+    digest = _digest(launch, device, signature, constants, attrs)
+    path = cache_folder() / "resources" / f"{digest}.json"
+    found = _FOUND.get(digest) or _packaged().get(digest) or _read(path)
+    if found is None:
+        found = _compiled(launch, device, signature, constants, attrs)
+        _write(path, found)
+    _FOUND[digest] = found
+    return found
 
 
 def faults_of(
@@ -93,7 +98,7 @@ def faults_of(
             f"{resources.shared_bytes:,} bytes of shared memory, "
             f"{device.smem_per_block_bytes:,} are there"
         )
-    if spills and resources.spilled_bytes:
+    if spills and resources.spilled_bytes > MOST_SPILLED_BYTES:
         found.append(f"{resources.spilled_bytes:,} bytes of registers spilled")
     if launch.matrix and not any(_takes(i, launch.matrix) for i in resources.matrix):
         emitted = ", ".join(resources.matrix) or "none"
@@ -113,7 +118,9 @@ def target_of(device: Device) -> Any:
     from triton.backends.compiler import GPUTarget
 
     match = re.fullmatch(r"sm_(\d+)|(gfx\w+)", device.capability)
-    if match is None or not device.has("triton"):
+    # For targets it never heard of Triton ends the process.
+    known = match is not None and (match[2] is not None or int(match[1]) >= _OLDEST_CUDA)
+    if match is None or not known or not device.has("triton"):
         raise Unsupported(
             f"Triton does not compile for {device.name} ({device.capability})",
             advice="its file names a capability such as sm_90 or gfx942 and the feature triton",
@@ -249,7 +256,29 @@ def cache_folder() -> Path:
     return Path(root) / "metainfer" / "triton"
 
 
-def _cache_path(launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any) -> Path:
+# What this process asked for so far, by digest.
+_FOUND: dict[str, Resources] = {}
+# Figures of the kernels of known models on known cards, so that a first plan needs no compiler.
+_PACKAGED = Path(__file__).with_name("compiled.json")
+
+
+@cache
+def _packaged() -> dict[str, Resources]:
+    data = json.loads(_PACKAGED.read_text()) if _PACKAGED.exists() else {}
+    return {digest: Resources(*f[:3], tuple(f[3])) for digest, f in data.items()}
+
+
+def write_figures(path: Path) -> None:
+    """Write all figures that this process asked for, one line each, sorted."""
+    lines = [
+        f"{json.dumps(digest)}: "
+        + json.dumps([r.shared_bytes, r.registers, r.spilled_bytes, list(r.matrix)])
+        for digest, r in sorted(_FOUND.items())
+    ]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _digest(launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any) -> str:
     import triton
 
     def text(value: Any) -> str:
@@ -260,8 +289,7 @@ def _cache_path(launch: Launch, device: Device, signature: Any, constants: Any, 
         sorted(signature.items()), sorted((k, text(v)) for k, v in constants.items()),
         sorted(attrs.items()), launch.num_warps, launch.num_stages,
     )  # fmt: skip
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-    return cache_folder() / "resources" / f"{digest}.json"
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def _read(path: Path) -> Resources | None:

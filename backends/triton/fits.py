@@ -28,7 +28,8 @@ def fits(launches: Launches, layouts: Mapping[int, str], registry: LayoutRegistr
     """All launches compile for the device within its limits, with the instructions they want."""
 
     def check(query: Query) -> str | None:
-        env = {name: high for name, (_, high) in query.limits.items()}
+        # Whole multiples, as most sizes are: two phases ask about one and the same code.
+        env = {name: -(-high // 16) * 16 for name, (_, high) in query.limits.items()}
         call = typed_call(query.op, env, layouts, registry)
         for launch in launches(call):
             taken = resources_of(launch, query.device)

@@ -22,8 +22,9 @@ from metainfer.backends.triton.launch import Launch, TritonBinder
 from metainfer.backends.triton.linear import STORAGES, TILES, Storage, Tile
 from metainfer.backends.triton.nibbles import LAYOUT
 from metainfer.ir.dims import dim
+from metainfer.ir.dtypes import DType
 from metainfer.ir.graph import Op, Value
-from metainfer.ir.types import tensor
+from metainfer.ir.types import TensorType, tensor
 
 BF16_STEP = 2.0**-8
 HERE: tuple[Constraint, ...] = (device_kind("gpu"), feature("triton"), feature("bf16_mma"))
@@ -64,13 +65,17 @@ def _fits(
     asked = fits(made, packings, layouts)
 
     def check(query: Query) -> str | None:
-        x, weight = (query.tensor(i) for i in (0, 1))
-        types = (tensor(x.dtype, SIZE, SIZE), replace(weight, shape=(dim(SIZE), dim(SIZE))))
-        operands = (Value("%x", types[0]), Value("@w", types[1]))
-        op = Op("linear", operands, (Value("%y", types[0]),))
+        op = sample_product(query.dtype(0), query.tensor(1))
         return asked.check(Query(op, query.device, {}))
 
     return Constraint(asked.text, check)
+
+
+def sample_product(x: DType, weight: TensorType) -> Op:
+    """A product of activations of a type and a weight of a type, packing included."""
+    made = tensor(x, SIZE, SIZE)
+    operands = (Value("%x", made), Value("@w", replace(weight, shape=(dim(SIZE), dim(SIZE)))))
+    return Op("linear", operands, (Value("%y", made),))
 
 
 def _kernel(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:

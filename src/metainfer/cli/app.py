@@ -16,6 +16,7 @@ from metainfer.cli.run import run
 from metainfer.cli.verify import verify
 
 _HW_HELP = "Descriptions of machines: list, show, check, write."
+_KERNELS_HELP = "Triton kernels: check those of plans against their cards, write their sources."
 
 
 class _LazyHardware(TyperGroup):
@@ -31,12 +32,26 @@ class _LazyHardware(TyperGroup):
         return real.make_context(info_name, args, parent=parent, **extra)
 
 
+class _LazyKernels(TyperGroup):
+    """`metainfer kernels`, imported when it is used."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """Hand over to the real group."""
+        from metainfer.cli.kernels import app as kernels
+
+        real: Any = typer.main.get_command(kernels)
+        return real.make_context(info_name, args, parent=parent, **extra)
+
+
 class _Verbs(GuardedGroup):
-    """The verbs, with the one whose import is put off."""
+    """The verbs, with those whose import is put off."""
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
         self.add_command(_LazyHardware(name="hw", help=_HW_HELP))  # type: ignore[arg-type, unused-ignore]
+        self.add_command(_LazyKernels(name="kernels", help=_KERNELS_HELP))  # type: ignore[arg-type, unused-ignore]
 
 
 app = typer.Typer(

@@ -1,0 +1,152 @@
+"""Every Triton kernel of a plan, compiled for its card and held against it, without the card.
+
+Shared memory, registers, spills and the matrix instructions are read from the code that Triton
+makes; a kernel that is over its card's limits, or that wants one instruction and got another, is a
+fault. `metainfer kernels check` prints them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from metainfer.backends.kernel import Kernel, Query
+from metainfer.backends.registry import Backends, installed
+from metainfer.backends.triton.cross import Resources, faults_of, resources_of
+from metainfer.backends.triton.fits import typed_call
+from metainfer.backends.triton.launch import Launch, TritonBinder
+from metainfer.backends.triton.records_linear import sample_product
+from metainfer.hardware.device import Device
+from metainfer.hardware.machine import Machine
+from metainfer.ir.dtypes import BF16, parse_dtype
+from metainfer.ir.errors import Unsupported
+from metainfer.ir.graph import Module, Op
+from metainfer.ir.plan import Plan
+from metainfer.ir.types import tensor
+
+# Weights that the product template is compiled for, whatever the plans have.
+FORMATS = ("bf16", "f8e4m3/128x128:f32", "f4e2m1/32:f8e8m0", "u4/32:f16+f16", "i8/32:f16")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One launch that a plan makes.
+
+    Attributes:
+        kernel: name of its kernel.
+        group: kind of the group that it runs.
+        phase: of the plan.
+        size: symbol and value that its row of the kernel table ends at ("T=16"), "" for all.
+        launch: the launch, without contents.
+    """
+
+    kernel: str
+    group: str
+    phase: str
+    size: str
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One launch, compiled.
+
+    Attributes:
+        planned: what was compiled.
+        device: name of the card.
+        limit_bytes: shared memory that a program may take there.
+        resources: what it takes; None if Triton refuses it.
+        faults: what is wrong, "" if nothing.
+    """
+
+    planned: Planned
+    device: str
+    limit_bytes: int
+    resources: Resources | None
+    faults: str
+
+
+def planned_launches(plan: Plan) -> Iterator[Planned]:
+    """All launches of a plan's Triton kernels, equal ones of several layers once."""
+    device = Machine.from_dict(dict(plan.meta["machine"])).device(0)
+    backends = installed()
+    for phase in plan.phases:
+        for stage in range(plan.layout.pp):
+            yield from _of_module(plan.module(phase, stage), phase, device, backends)
+
+
+def _of_module(module: Module, phase: str, device: Device, backends: Backends) -> Iterator[Planned]:
+    limits = module.limits()
+    for graph in module.graphs:
+        for op in graph.ops:
+            for choice in op.choices:
+                kernel = backends.kernels.get(choice.kernel)
+                if not isinstance(kernel.binder, TritonBinder):
+                    continue
+                env = {name: high for name, (_, high) in limits.items()}
+                size = f"{choice.symbol}={choice.limit}" if choice.symbol else ""
+                if choice.symbol:
+                    env[choice.symbol] = choice.limit
+                for launch in launches_of(kernel, op, device, env, backends):
+                    group = str(op.attr.get("kind", op.name)) if op.body else op.name
+                    yield Planned(kernel.name, group, phase, size, launch)
+
+
+def launches_of(
+    kernel: Kernel, op: Op, device: Device, env: dict[str, int], backends: Backends
+) -> tuple[Launch, ...]:
+    """Launches of one group by a Triton kernel, without contents."""
+    query = Query(op, device, {name: (size, size) for name, size in env.items()})
+    scratch = kernel.workspace(query) if kernel.workspace is not None else 0
+    call = typed_call(op, env, kernel.layouts, backends.layouts, scratch)
+    return tuple(kernel.binder.launches(call))
+
+
+def check_plan(plan: Plan) -> tuple[Checked, ...]:
+    """Compile a plan's Triton kernels for its card; equal code is shown once."""
+    device = Machine.from_dict(dict(plan.meta["machine"])).device(0)
+    found: dict[tuple[object, ...], Checked] = {}
+    for planned in planned_launches(plan):
+        checked = check_launch(planned, device)
+        key = (planned.kernel, planned.launch.function.__name__, checked.resources, checked.faults)
+        found.setdefault(key, checked)
+    return tuple(found.values())
+
+
+def check_products(device: Device) -> tuple[Checked, ...]:
+    """Compile the product template for a card, for each format and tile that it has."""
+    backends = installed()
+    found = []
+    for text in FORMATS:
+        op = sample_product(BF16, tensor(parse_dtype(text), 1, 1))
+        query = Query(op, device, {})
+        for kernel in backends.kernels.candidates("linear"):
+            if kernel.backend != "triton" or replace(kernel, fits=None).refusals(query):
+                continue
+            for launch in launches_of(kernel, op, device, {}, backends):
+                planned = Planned(kernel.name, f"linear of {text}", "", "", launch)
+                found.append(check_launch(planned, device))
+    return tuple(found)
+
+
+def check_launch(planned: Planned, device: Device) -> Checked:
+    """Compile one launch and hold it against a card."""
+    limit = device.smem_per_block_bytes
+    try:
+        taken = resources_of(planned.launch, device)
+    except Unsupported as error:
+        return Checked(planned, device.name, limit, None, f"{error.what}: {error.text}")
+    faults = "; ".join(faults_of(taken, planned.launch, device))
+    return Checked(planned, device.name, limit, taken, faults)
+
+
+def sources_of(plan: Plan) -> dict[str, str]:
+    """Texts of the modules that a plan's launches come from, by file name."""
+    found: dict[str, str] = {}
+    for planned in planned_launches(plan):
+        functions = [planned.launch.function, *planned.launch.constants.values()]
+        for function in functions:
+            file = getattr(getattr(function, "fn", None), "__code__", None)
+            if file is not None:
+                path = Path(file.co_filename)
+                found[path.name] = path.read_text()
+    return dict(sorted(found.items()))

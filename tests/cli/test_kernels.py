@@ -1,0 +1,52 @@
+"""`metainfer kernels`: checks plans without a GPU, writes sources for reading."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from metainfer.backends.triton import cross
+
+
+@pytest.fixture(scope="module")
+def gpu_plan(cli, plans: Path) -> Path:
+    out = plans / "smollm2-8xpcie"
+    assert cli("compile", "smollm2", "--hw", "8xpcie", "--out", out).code == 0
+    return out
+
+
+def test_a_plan_is_checked(cli, gpu_plan: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    result = cli("kernels", "check", gpu_plan, "--keep", figures)
+    assert result.code == 0, result.out
+    assert "101,376 bytes of shared memory a program" in " ".join(result.out.split())
+    assert "mma m16n8k16 bf16" in result.out
+    assert "every kernel fits its card" in result.out
+    assert max(map(len, result.out.splitlines())) <= 100
+    assert len(json.loads(figures.read_text())) > 5
+
+
+def test_faults_are_named_and_the_exit_code_says_so(
+    cli, gpu_plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross, "_takes", lambda instruction, operand: False)
+    result = cli("kernels", "check", gpu_plan)
+    assert result.code == 1
+    assert "WRONG" in result.out
+    assert "wanted a matrix instruction for bf16, emitted mma.sync" in " ".join(result.out.split())
+    assert "kernels are not right for their cards" in result.out
+
+
+def test_sources_are_written(cli, gpu_plan: Path, tmp_path: Path) -> None:
+    result = cli("kernels", "sources", gpu_plan, "--out", tmp_path / "k")
+    assert result.code == 0
+    names = {path.name.rsplit("_", 1)[0] for path in (tmp_path / "k").glob("*.py")}
+    assert {"rms_norm", "rope_kv_write", "silu_mul_halves"} <= names
+    for path in (tmp_path / "k").glob("*.py"):
+        compile(path.read_text(), str(path), "exec")
+
+
+def test_a_folder_that_is_no_plan(cli, tmp_path: Path) -> None:
+    result = cli("kernels", "check", tmp_path)
+    assert result.code == 2
+    assert "plan" in result.err

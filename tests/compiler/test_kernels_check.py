@@ -1,0 +1,68 @@
+"""Kernels of plans, compiled for cards that are not here and held against them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import triton
+
+import metainfer
+from metainfer.backends.triton import cross
+from metainfer.compiler.kernels import check_launch, check_plan, planned_launches, sources_of
+from metainfer.hardware.load import load_machine
+from metainfer.ir.plan import Plan
+
+XPCIE = load_machine("8xpcie").device(0)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return metainfer.compile("smollm2", "8xpcie")
+
+
+def test_every_kernel_of_a_plan_fits_its_card(plan: Plan) -> None:
+    checked = check_plan(plan)
+    names = {c.planned.kernel for c in checked}
+    assert {"triton.rope_kv_write", "triton.rms_norm", "triton.silu_mul_halves"} <= names
+    assert not [c.faults for c in checked if c.faults]
+    for c in checked:
+        assert c.resources is not None
+        assert c.resources.shared_bytes <= c.limit_bytes == XPCIE.smem_per_block_bytes
+        if c.planned.launch.matrix:
+            assert "mma" in c.resources.matrix[0]
+
+
+def test_a_card_with_less_shared_memory_is_told_apart(plan: Plan) -> None:
+    product = next(p for p in planned_launches(plan) if p.launch.matrix)
+    assert check_launch(product, XPCIE).faults == ""
+    small = replace(XPCIE, smem_per_block_bytes=4096)
+    assert "of shared memory, 4,096 are there" in check_launch(product, small).faults
+    unknown = replace(XPCIE, capability="sm_1")
+    refused = check_launch(product, unknown)
+    assert refused.resources is None
+    assert "Triton does not compile for rtx_6000d (sm_1)" in refused.faults
+
+
+def test_sources_are_those_that_run(plan: Plan) -> None:
+    found = sources_of(plan)
+    emitted = [text for name, text in found.items() if name.startswith("rms_norm_")]
+    assert emitted
+    assert "# %0 = rms_norm(%x0, %x1)" in emitted[0]
+    assert "gemm.py" in found
+
+
+@pytest.mark.skipif(triton.__version__ != "3.7.1", reason="figures are those of Triton 3.7.1")
+def test_figures_of_the_package_are_those_of_its_templates(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make kernels-figures` writes them anew after the template of products changed."""
+    product = next(p for p in planned_launches(plan) if p.launch.function.__name__ == "gemm")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cross, "_FOUND", {})
+    monkeypatch.setattr(cross, "_compiled", None)
+    packaged = cross.resources_of(product.launch, XPCIE)  # nothing is left to compile with
+    path = tmp_path / "figures.json"
+    cross.write_figures(path)
+    (line,) = [text for text in path.read_text().splitlines() if ":" in text]
+    assert f": [{packaged.shared_bytes}, {packaged.registers}, 0" in line
+    assert line.rstrip(",") in cross._PACKAGED.read_text()
