@@ -144,16 +144,23 @@ def _choose_pages(module: Module, target: Target) -> Module:
 
 
 def _page_size(module: Module, target: Target) -> tuple[int, str, str]:
-    """The page size at which the groups that touch states are cheapest in sum."""
+    """The page size at which the groups that touch states are cheapest in sum.
+
+    Larger pages than the smallest are looked at only if that one costs a group its best kernel:
+    asking kernels may mean compiling them.
+    """
+    fixed = target.options.page_size or target.strategy.page_size
+    reason = "as asked for" if target.options.page_size else "as the other phase chose"
+    losses = _page_losses(module, fixed or DEFAULT_PAGE, target)
+    if not losses and fixed:
+        return fixed, reason, "info"
+    if not losses:
+        return DEFAULT_PAGE, "kernels take it, and small pages waste least", "info"
     scores = {size: _page_cost(module, size, target) for size in PAGE_SIZES}
     best = min(PAGE_SIZES, key=lambda size: (scores[size], size))
-    fixed = target.options.page_size or target.strategy.page_size
-    losses = _page_losses(module, fixed or best, target)
     if fixed:
-        reason = "as asked for" if target.options.page_size else "as the other phase chose"
-        if not losses:
-            return fixed, reason, "info"
         return fixed, f"{reason}; page {best} costs least. {'; '.join(losses)}", "fallback"
+    losses = _page_losses(module, best, target)
     if losses:
         return best, f"no page size suits every group. {'; '.join(losses)}", "fallback"
     if best == DEFAULT_PAGE:
