@@ -265,7 +265,7 @@ _PACKAGED = Path(__file__).with_name("compiled.json")
 @cache
 def _packaged() -> dict[str, Resources]:
     data = json.loads(_PACKAGED.read_text()) if _PACKAGED.exists() else {}
-    return {digest: Resources(*f[:3], tuple(f[3])) for digest, f in data.items()}
+    return {digest: Resources(f[0], f[1], f[2], tuple(f[3])) for digest, f in data.items()}
 
 
 def write_figures(path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_samples import Case, build
+from torch_samples import Case, build, fused
 from triton_groups import (
     GROUPS,
     KERNEL,
@@ -14,6 +14,7 @@ from triton_groups import (
     check_group,
     group,
     group_data,
+    random,
     writing_group,
 )
 from triton_worker import check_on_gpu, refused
@@ -66,6 +67,37 @@ def test_embedding(table: str) -> None:
     data = quantize(values, format_) if "/" in table else values.astype(BF16.numpy)  # type: ignore[arg-type]
     op = make_op("embedding", types, {"dtype": "bf16"}, [1])
     check_on_gpu("triton.embedding", op, [rng.integers(-1, 1000, 300).astype(np.int32), data])
+
+
+FORMATS = {
+    "bf16": "plain", "f8e4m3/128x128:f32": "codes", "f8e4m3/row:f32": "codes",
+    "f8e4m3/32:f8e8m0": "codes", "f4e2m1/32:f8e8m0": "codes", "u4/32:f16+f16": "int4",
+    "i4/32:f16": "int4", "i8/32:f16": "int8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", ["m16", "m64", "m128"])
+@pytest.mark.parametrize("format_", FORMATS)
+def test_products(format_: str, tile: str) -> None:
+    for rows, columns, inner in ((1, 576, 576), (300, 1000, 1536), (129, 37, 197)):
+        types = [tensor(BF16, rows, inner), tensor(parse_dtype(format_), columns, inner)]
+        op = make_op("linear", types, {}, [1])
+        check_on_gpu(f"triton.linear_{FORMATS[format_]}_{tile}", op, [random(t, {}) for t in types])
+
+
+FOLLOWING = [
+    ("linear_add", True, "add", {}),
+    ("linear_silu", False, "silu", {}),
+    ("linear_gelu", True, "gelu", {"approximate": "tanh"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "bias", "follows", "attrs"), FOLLOWING, ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_epilogues(kind: str, bias: bool, follows: str, attrs: dict[str, Any], dtype: str) -> None:
+    op, data = fused(kind, (2, 90), bias, follows, attrs, dtype, (576, 640))
+    for tile in ("m16", "m64", "m128"):
+        check_on_gpu(f"triton.{kind}_plain_{tile}", op, data)
 
 
 def test_a_group_is_captured() -> None:
