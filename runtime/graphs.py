@@ -41,7 +41,7 @@ class StepGraphs:
     _graphs: dict[tuple[tuple[str, int], ...], Any] = field(default_factory=dict)
     _pool: Any = None
 
-    def run(self, env: Mapping[str, int], calls: Sequence[Callable[[], None]]) -> None:
+    def run(self, env: Mapping[str, int], calls: Sequence[Callable[[], object]]) -> None:
         """Replay the step of these sizes, or capture it first.
 
         Args:
@@ -65,7 +65,7 @@ class StepGraphs:
         """Graphs held."""
         return len(self._graphs)
 
-    def _captured(self, calls: Sequence[Callable[[], None]]) -> Any:
+    def _captured(self, calls: Sequence[Callable[[], object]]) -> Any:
         """The graph of the calls; None if they cannot be captured, after running them once.
 
         Running a decode step several times over is harmless: it writes the same keys and values to
@@ -91,6 +91,6 @@ class StepGraphs:
         return graph
 
 
-def _run(calls: Sequence[Callable[[], None]]) -> None:
+def _run(calls: Sequence[Callable[[], object]]) -> None:
     for call in calls:
         call()

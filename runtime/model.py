@@ -17,7 +17,10 @@ from metainfer.ir.interpret import unify
 from metainfer.ir.plan import Plan
 from metainfer.ir.verify import verify_module
 from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
+from metainfer.runtime.graphs import StepGraphs, bucket
 from metainfer.runtime.legality import check_kernels
+from metainfer.runtime.scheduler import pad_step
+from metainfer.runtime.step_record import TOKENS
 from metainfer.runtime.storage import Storage
 from metainfer.runtime.weights import Provider, WeightStore
 from metainfer.runtime.workspace import workspace_bytes
@@ -50,6 +53,8 @@ class LoadedModel:
         _set_threads(num_threads, ranks)
         self._phases = self._executors(provider, backends, ranks)
         self.vocab_size = _vocab_size(plan.module(plan.phases[0], plan.layout.pp - 1))
+        is_gpu = self._storage.device.type == "cuda"
+        self._graphs = StepGraphs() if is_gpu and ranks is None else None
 
     @property
     def is_language_model(self) -> bool:
@@ -69,9 +74,30 @@ class LoadedModel:
         next run.
         Raises: CapacityError if the step is larger than the plan's.
         """
+        if phase == "decode" and self._graphs is not None:
+            return self._replayed(self._graphs, tokens, step)
         executor, env = self._prepare(phase, tokens, step)
         executor.run(env)
         return _numbers(executor.output(0, env))
+
+    def _replayed(
+        self, graphs: StepGraphs, tokens: np.ndarray, step: Mapping[str, np.ndarray]
+    ) -> np.ndarray:
+        """A decode step as one graph of its bucket of sizes; padded rows are cut off again."""
+        executor, env = self._sized("decode", tokens, step)
+        limits = executor.module.limits()
+        most = {name: bucket(size, limits[name][1]) for name, size in env.items()}
+        padded = pad_step(step, most["T"], most["B"], num_pages=most["P"], num_samples=most["R"])
+        self._storage.set_step({**padded, TOKENS: np.pad(tokens, (0, most["T"] - env["T"]))})
+        given, held = self._storage.step_field(TOKENS)[: most["T"]], executor.input(0, most)
+        # The input lies in the arena, where later values of the step overwrite it.
+        graphs.run(most, [lambda: held.copy_(given), *executor.launches(most)])
+        return _numbers(executor.output(0, most)[: env["R"]])
+
+    @property
+    def uncaptured(self) -> str:
+        """Why decode steps run launch by launch, "" if they do not."""
+        return self._graphs.refused if self._graphs is not None else ""
 
     def trace(
         self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
@@ -210,6 +236,7 @@ class LoadedModel:
             for name, state in flats[phase].states.items():
                 if name not in storage.states:
                     storage.add_state(name, state.state, self.num_pages)
+        storage.weights_are_complete()
         return {
             phase: PhaseExecutor(module, flats[phase], arenas[phase], storage, backends, phase)
             for phase, module in modules.items()

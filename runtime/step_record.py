@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+TOKENS = "tokens"  # travels with the record: a step's tokens, copied into main's input
 _LINE = 16  # fields begin on 64-byte lines: kernels count on aligned pointers
 
 

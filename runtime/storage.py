@@ -13,7 +13,7 @@ from metainfer.ir.errors import PlanError
 from metainfer.ir.rope import Rope
 from metainfer.ir.step import STEP_FIELDS
 from metainfer.ir.types import StateType
-from metainfer.runtime.step_record import StepRecord
+from metainfer.runtime.step_record import TOKENS, StepRecord
 
 _ROPE_FIELDS = tuple(Rope.__dataclass_fields__)
 
@@ -39,10 +39,13 @@ class Storage:
         self.base = -(-self._raw.data_ptr() // 64) * 64
         self.arena = self._raw[self.base - self._raw.data_ptr() :]
         self._weights: dict[str, dict[str, Any]] = {}
+        self._moved: dict[int, tuple[Any, Any]] = {}
         self.states: dict[str, dict[str, torch.Tensor]] = {}
         self._positions = positions
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         sizes = {name: _most(name, limits) for name in STEP_FIELDS} if has_step else {}
+        if has_step:
+            sizes[TOKENS] = sizes["positions"]
         self._record = StepRecord(sizes, device)
 
     def weights_of(self, phase: str) -> dict[str, Any]:
@@ -50,7 +53,24 @@ class Storage:
         return self._weights.setdefault(phase, {})
 
     def add_weight(self, phase: str, name: str, data: Any) -> None:
-        """Keep a weight: numpy arrays become tensors that share their memory."""
+        """Keep a weight: numpy arrays become tensors that share their memory.
+
+        What two phases read in one form is one object, and is moved to the device once.
+        """
+        self.weights_of(phase)[name] = self._resident(data)
+
+    def _resident(self, data: Any) -> Any:
+        known = self._moved.get(id(data))
+        if known is None:
+            # The original is kept beside its copy: its identity must not be given to another.
+            known = self._moved[id(data)] = (data, self._placed(data))
+        return known[1]
+
+    def weights_are_complete(self) -> None:
+        """Let go of what the host still holds of weights that lie on a device."""
+        self._moved.clear()
+
+    def _placed(self, data: Any) -> Any:
         if isinstance(data, BlockArray):
             data = BlockTensors(
                 data.format,
@@ -60,8 +80,7 @@ class Storage:
             )
         elif isinstance(data, np.ndarray):
             data = to_torch(data)
-        resident = data if self.device.type == "cpu" else _moved(data, self.device)
-        self.weights_of(phase)[name] = resident
+        return data if self.device.type == "cpu" else _moved(data, self.device)
 
     def add_state(self, name: str, type_: StateType, num_pages: int) -> None:
         """Allocate a paged state: zeros, which the system maps as they are written."""
