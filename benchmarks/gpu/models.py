@@ -104,7 +104,7 @@ def ours(args: argparse.Namespace) -> Iterator[tuple[str, int, float, dict[str, 
     begun = time.perf_counter()
     plan = metainfer.compile(
         spec, "1xh200", max_tokens=args.prefill_tokens, max_sequences=max(args.batch),
-        max_context=2 * args.context, weights=args.weights,
+        max_context=max(2 * args.context, args.prefill_tokens // 8), weights=args.weights,
     )  # fmt: skip
     print(f"compiled in {time.perf_counter() - begun:.1f} s", flush=True)
     begun = time.perf_counter()
@@ -117,8 +117,7 @@ def ours(args: argparse.Namespace) -> Iterator[tuple[str, int, float, dict[str, 
     for batch in args.batch:
         tokens, step = step_of(batch, 1, args.context, model.page_size)
         yield (*case(model, plan, "decode", tokens, step, f"decode, batch {batch}"),)
-    new = min(args.context, args.prefill_tokens // 8) if args.context else 0
-    for batch in (1, 8):
+    for batch, new in ((1, args.prefill_tokens // 16), (8, args.prefill_tokens // 8)):
         tokens, step = step_of(batch, new, new, model.page_size)
         yield (*case(model, plan, "prefill", tokens, step, f"prefill, {batch} x {new}"),)
 
@@ -226,7 +225,7 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true")
     args = parser.parse_args()
     tops = ceilings()
-    print(f"copy {tops.bandwidth / 1e12:.2f} TB/s, bf16 product {tops.bf16 / 1e12:.0f} TFLOP/s")
+    print(f"memory {tops.bandwidth / 1e12:.2f} TB/s, bf16 product {tops.bf16 / 1e12:.0f} TFLOP/s")
     for name, tokens, ms, work in ours(args):
         bound = tops.roofline_us(work["bytes"], work["flops"]) / 1e3
         print(
