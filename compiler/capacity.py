@@ -109,6 +109,8 @@ def plan_capacity(
     num_pages = min(affordable, per_sequence * options.max_sequences + 1)
     context = min(max_context, per_sequence * page_size)
     detail = f"{num_pages} pages of {page_size} tokens, {page_bytes / page_size:,.0f} bytes a token"
+    if context < max_context:
+        detail += f"; longest sequence cut from {max_context:,} to {context:,} tokens"
     terms.append(Term("kv pages", num_pages * page_bytes, detail))
     return Capacity(
         tuple(terms), device.memory_bytes, budget, page_size, page_bytes, num_pages, context,

@@ -205,11 +205,30 @@ def _export(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-            return _known_ops_only(raise_grouped(program))
+            program = _known_ops_only(raise_grouped(program))
     except MetainferError:
         raise
     except Exception as error:  # torch.export raises many kinds; each is about the user's model
         raise _export_error(model, error) from error
+    _refuse_writes(program)
+    return program
+
+
+def _refuse_writes(program: torch.export.ExportedProgram) -> None:
+    """Results are all that a program gives back: one that also writes elsewhere is refused.
+
+    Raises: Unsupported naming the buffer or input.
+    """
+    signature = program.graph_signature
+    buffers = sorted(signature.buffers_to_mutate.values())
+    inputs = sorted(signature.user_inputs_to_mutate.values())
+    if buffers or inputs:
+        named = ", ".join([f"buffer {n}" for n in buffers] + [f"input {n}" for n in inputs])
+        raise Unsupported(
+            f"forward writes to tensors that outlive it: {named}",
+            advice="compute new tensors (x = x + 1, not x += 1); what lives from call to call is "
+            "an input and a result",
+        )
 
 
 def _as_called(model: nn.Module, dynamic: tuple[Any, ...]) -> tuple[Any, ...]:

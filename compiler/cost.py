@@ -1,7 +1,8 @@
 """The cost model: one roofline per group, from the machine file.
 
 time = max(bytes / memory rate, operations / arithmetic rate) + launches, with the fractions of the
-rates that the kernel's record states. A measured curve of the device overrides the arithmetic rate.
+rates that the kernel's record states. Where the device's description has no rate for the arithmetic
+of a kernel, that of another type stands in, and the basis of the figure says which.
 """
 
 from collections.abc import Mapping, Sequence
@@ -118,7 +119,7 @@ class CostModel:
             least = max(cheapest(op.name, machine, g, payload).seconds for g in groups)
             return Cost(least, 0, payload, "fabric")
         flops, moved = work_of(op, env)
-        rate = _device_rate(device, arithmetic or _arithmetic(op))
+        rate, _ = _device_rate(device, arithmetic or _arithmetic(op))
         memory, compute = moved / device.memory_bandwidth.sustained, flops / rate
         bound = "memory" if memory >= compute else "compute"
         return Cost(max(memory, compute), flops, moved, bound)
@@ -140,15 +141,17 @@ class CostModel:
         return device.kernel_floor_us * 1e-6
 
     def _rate(self, kernel: Kernel, op: Op, device: Device) -> tuple[float, str]:
-        name = kernel.efficiency.rate or _arithmetic(op)
-        return _device_rate(device, name), "analytic"
+        return _device_rate(device, kernel.efficiency.rate or _arithmetic(op))
 
 
-def _device_rate(device: Device, name: str) -> float:
+def _device_rate(device: Device, name: str) -> tuple[float, str]:
+    """(operations a second, what that is based on)."""
     try:
-        return device.rate(name).sustained
+        rate = device.rate(name)
     except HardwareError:
-        return device.rate("f32").sustained
+        rate = device.rate("f32")
+    is_own = rate.dtype == name
+    return rate.sustained, "analytic" if is_own else f"analytic, by the rate of {rate.dtype}"
 
 
 def _arithmetic(op: Op) -> str:

@@ -95,7 +95,7 @@ def _fused_or_split(
         if whole is None
         else f"its parts save {(whole - split) * 1e6:.1f} us"
     )
-    forced = _cost_of_forced_split(op, inlined, graph, target, limits)
+    forced = _cost_of_forced_split(op, inlined, inner_strided, target, limits)
     if forced is not None:
         kernel, seconds = forced
         reason += f"; forced: {kernel} would take {seconds * 1e6:.1f} us less"
@@ -110,11 +110,10 @@ def _fused_or_split(
 
 
 def _cost_of_forced_split(
-    op: Op, inlined: Sequence[Op], graph: Graph, target: Target,
+    op: Op, inlined: Sequence[Op], strided: frozenset[str], target: Target,
     limits: Mapping[str, tuple[int, int]],
 ) -> tuple[str, float] | None:  # fmt: skip
     """(kernel, seconds lost) where only a --pin or --forbid made the group be split."""
-    strided = strided_of(graph)
     query = query_of(op, target, limits, strided)
     forced = [
         replace(c, ban="")

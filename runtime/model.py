@@ -50,7 +50,7 @@ class LoadedModel:
         self.max_context = int(capacity["max_context"])
         self.page_size = int(capacity["page_size"])
         self.num_pages = int(capacity["num_pages"])
-        _set_threads(num_threads, ranks)
+        _set_threads(num_threads, ranks, has_cpu_kernels="cpu" in plan.meta["kernel_sources"])
         self._phases = self._executors(provider, backends, ranks)
         self.vocab_size = _vocab_size(plan.module(plan.phases[0], plan.layout.pp - 1))
         is_gpu = self._storage.device.type == "cuda"
@@ -154,7 +154,8 @@ class LoadedModel:
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run a module of kind "module" on tensors; the results are copies.
 
-        Raises: CapacityError or TypeMismatch if the sizes are not those compiled for.
+        What forward returns as a dict or another structure comes as a tuple, in its order.
+        Raises: CapacityError or TypeMismatch if sizes or types are not those compiled for.
         """
         return self._call(inputs, self._call_sizes(inputs))
 
@@ -168,6 +169,7 @@ class LoadedModel:
             )
         env: dict[str, int] = {}
         for value, tensor in zip(executor.flat.inputs, inputs, strict=True):
+            _check_type(value, tensor)
             unify(value, tuple(tensor.shape), env)
         _check_sizes(executor.module, env)
         return env
@@ -275,7 +277,16 @@ def _check_sizes(module: Module, env: Mapping[str, int]) -> None:
             )
 
 
-def _set_threads(count: int, ranks: "Ranks | None") -> None:
+def _check_type(value: Value, tensor: torch.Tensor) -> None:
+    """Refuse numbers that would be cut: whole ones may become floats, not the other way round."""
+    if tensor.is_floating_point() and not value.tensor.dtype.is_float:
+        raise TypeMismatch(
+            f"{value.name[1:]} is {value.tensor.dtype}, got {tensor.dtype}",
+            advice="convert it first, if its numbers are whole",
+        )
+
+
+def _set_threads(count: int, ranks: "Ranks | None", *, has_cpu_kernels: bool) -> None:
     """Take so many processor threads; 0 takes this rank's share of those that there are."""
     import os
 
@@ -284,5 +295,6 @@ def _set_threads(count: int, ranks: "Ranks | None") -> None:
     sharing = ranks.process.local_world if ranks is not None else 1
     available = max(len(os.sched_getaffinity(0)) // sharing, 1)
     torch.set_num_threads(count or available)
-    if count or sharing > 1:
+    if has_cpu_kernels:
+        # Always: the number that another plan was loaded with must not stay.
         set_num_threads(count or available)

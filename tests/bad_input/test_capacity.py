@@ -91,3 +91,18 @@ def test_the_command_refuses_a_long_prompt_with_3(plan: Path) -> None:
     assert result.exit_code == 3, result.stderr
     assert "larger max_context" in result.stderr
     assert result.stdout == ""
+
+
+def test_a_context_that_memory_cuts_is_told(tiny: Path) -> None:
+    """The model knows more positions than fit: the account says so, and by how much."""
+    whole = metainfer.compile(tiny, "cpu", max_tokens=16, max_sequences=2).meta["capacity"]
+    pages = {t["name"]: t for t in whole["terms"]}["kv pages"]
+    assert "cut" not in pages["detail"]
+    fixed = whole["total_bytes"] - pages["bytes"]
+    machine = machine_with(fixed + 3 * whole["page_bytes"])
+    cut = metainfer.compile(
+        tiny, machine, max_tokens=16, max_sequences=2, memory_fraction=1.0
+    ).meta["capacity"]
+    assert cut["max_context"] == 2 * cut["page_size"] < whole["max_context"]
+    detail = {t["name"]: t for t in cut["terms"]}["kv pages"]["detail"]
+    assert f"cut from {whole['max_context']:,} to {cut['max_context']:,} tokens" in detail

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import metainfer
 from metainfer.backends.kernel import Constraint, Kernel, Query, Registry, page_size_in
 from metainfer.backends.registry import installed
+from metainfer.cli.app import app
 from metainfer.compiler.attach import attach_checkpoint, header_without_weights
 from metainfer.compiler.capture import capture_language_model
 from metainfer.compiler.cost import CostModel
@@ -102,6 +104,15 @@ def test_a_page_size_that_the_fast_kernel_refuses_is_told(damaged: Path) -> None
         assert "page 16 costs least" in decision["reason"]
     tokens = plan.meta["capacity"]["page_size"] * (plan.meta["capacity"]["num_pages"] - 1)
     assert tokens >= plan.meta["capacity"]["max_context"]
+
+
+def test_the_summary_counts_it(damaged: Path, tmp_path: Path) -> None:
+    """A page size that gives a kernel up is a fallback, although no group has a generic kernel."""
+    arguments = ["compile", str(damaged), "--page-size", "24", "--out", str(tmp_path / "p")]
+    result = CliRunner().invoke(app, arguments)
+    assert "decode: 1 fallbacks" in result.stdout
+    explained = CliRunner().invoke(app, ["explain", str(tmp_path / "p")]).stdout
+    assert "fallback of layout (prefill): " in " ".join(explained.split())
 
 
 def test_strict_refuses_it(refused, damaged: Path, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 import pytest
 
+from metainfer.backends.kernel import Efficiency, Kernel
 from metainfer.backends.registry import installed
 from metainfer.compiler.by_hand import parse_text, run_by_hand
 from metainfer.compiler.capacity import Term, plan_capacity
+from metainfer.compiler.cost import CostModel
 from metainfer.hardware.load import load_machine
 from metainfer.ir.flatten import flatten, parts_of, recipe_of
 from metainfer.ir.graph import Module
@@ -81,3 +83,16 @@ def test_slices_are_parts_of_their_own(one: str, other: str, same: bool) -> None
     recipes = [recipe_of(module, flat.weights[name]) for name in (one, other)]
     assert recipes[0] != recipes[1]
     assert (parts_of(recipes[0]) == parts_of(recipes[1])) == same
+
+
+@pytest.mark.parametrize(
+    ("rate", "basis"), [("", "analytic"), ("f32", "analytic"), ("f8e4m3", "analytic, by the rate")]
+)
+def test_a_rate_that_stands_in_for_another_is_named(rate: str, basis: str) -> None:
+    device = load_machine("cpu").device(0)
+    op = parse_text(TIED, "test").main.ops[1]
+    kernel = Kernel("test.linear", "linear", "torch", efficiency=Efficiency(rate=rate))
+    cost = CostModel(installed().layouts).kernel(kernel, op, device, {"T": 4})
+    assert cost.basis.startswith(basis)
+    if rate == "f8e4m3":
+        assert cost.basis == f"analytic, by the rate of {device.rate(rate).dtype}"

@@ -1,5 +1,6 @@
 """Ops of PyTorch that are spelled by several ops of the IR, beside eager, at several sizes."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import metainfer
-from metainfer.ir.errors import Unsupported
+from metainfer.backends.cpu import program
+from metainfer.ir.errors import TypeMismatch, Unsupported
 from metainfer.models.spec import ModelSpec
 
 Op = Callable[[Tensor], Any]
@@ -238,3 +240,56 @@ def test_compiling_leaves_a_module_as_it_was() -> None:
     for name, tensor in module.state_dict().items():
         assert tensor.dtype == before[name].dtype
         assert torch.equal(tensor, before[name])
+
+
+class Counting(nn.Module):
+    """Keeps a count from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.calls
+
+
+class Overwriting(nn.Module):
+    """Changes what the caller gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [(Counting(), "buffer calls"), (Overwriting(), "input x")]
+)
+def test_writes_that_outlive_a_call_are_refused(module: nn.Module, words: str) -> None:
+    """They were results of their own once, before the others."""
+    with pytest.raises(Unsupported, match=f"writes to tensors that outlive it: {words}"):
+        compiled(module, (seeded((3, 4)),), (("B",),))
+
+
+def test_inner_writes_are_no_harm() -> None:
+    module = Several({"op": lambda x: (x * 2).add_(1).mul_(x), "same": lambda x: x})
+    check(compiled(module, (seeded((3, 4)),), (("B",),)), module, (seeded((5, 4)),))
+
+
+def test_floats_are_no_ids() -> None:
+    module = nn.Embedding(9, 4)
+    model = compiled(module, (torch.tensor([1, 2, 3]),), (("B",),))
+    check(model, module, (torch.tensor([3, 3], dtype=torch.int32),))
+    with pytest.raises(TypeMismatch, match=r"input is i64, got torch.float32"):
+        model(torch.tensor([1.7, 2.0]))
+
+
+def test_threads_asked_for_once_are_not_kept() -> None:
+    module = nn.Linear(4, 4)
+    plan = metainfer.compile(module, "cpu", example_inputs=(seeded((3, 4)),))
+    cpu = {"cpu"} <= set(plan.meta["kernel_sources"])
+    for asked, wanted in ((1, 1), (0, len(os.sched_getaffinity(0)))):
+        load_plan(plan, weights=module.state_dict(), num_threads=asked)
+        assert torch.get_num_threads() == wanted
+        if cpu:
+            assert program.num_threads() == wanted

@@ -137,6 +137,10 @@ def _cut(line: str) -> str:
 
 
 def _print_fallbacks(explanation: "Explanation") -> None:
+    for note in explanation.notes:
+        if note.severity == "fallback":
+            what = f"{', '.join(note.subjects[:_SUBJECTS])} -> {note.chosen}"
+            print_wrapped(f"fallback of {note.place} ({', '.join(note.phases)}): {what}")
     fallbacks = [g for g in explanation.groups if g.generic]
     if not fallbacks:
         typer.echo("no group fell back to a generic kernel")
