@@ -357,8 +357,8 @@ def quantize(values: np.ndarray, format: Block) -> BlockArray:
     scales = _round_scale(extent, format)
     wide = _spread(scales.astype(np.float32), format, x.shape)
     shift = 0.0 if offsets is None else _spread(offsets.astype(np.float32), format, x.shape)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(wide > 0, (x - shift) / wide, 0.0).astype(np.float32)
+    # Where the scale is 0 all values are: float codes keep the sign of a zero.
+    ratio = ((x - shift) / np.where(wide > 0, wide, np.float32(1.0))).astype(np.float32)
     return BlockArray(format, _encode(ratio, format.element), scales, offsets)
 
 

@@ -67,7 +67,7 @@ def _block(values: Any, format: Block) -> tuple[Any, Any, Any]:
     scale = _scale(extent, top, half, format.scale)
     wide = scale.astype(jnp.float32)
     safe = jnp.where(wide > 0, wide, 1)
-    ratio = jnp.where(wide > 0, (values - offset.astype(jnp.float32)) / safe, 0)
+    ratio = (values - offset.astype(jnp.float32)) / safe
     low = 0.0 if format.offset is not None else -top
     if not element.is_float:
         ratio = jnp.round(ratio)

@@ -5,7 +5,7 @@ at a time: torch converts one fp8 number in 6.5 ns there, the look-up takes 1.3 
 thread of two busy ones).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -26,6 +26,15 @@ NAME = "torch.codes"
 def is_codes_format(dtype: DType) -> bool:
     """Whether the layout holds a format: e4m3 or e2m1 codes, no offsets."""
     return isinstance(dtype, Block) and dtype.element in (F8E4M3, F4E2M1) and dtype.offset is None
+
+
+def has_codes(element: str) -> Callable[[DType], bool]:
+    """Whether the layout holds a format, and its codes are of one type."""
+
+    def holds(dtype: DType) -> bool:
+        return is_codes_format(dtype) and isinstance(dtype, Block) and str(dtype.element) == element
+
+    return holds
 
 
 @dataclass(frozen=True)

@@ -42,30 +42,35 @@ def quantize(x: torch.Tensor, format: Block) -> tuple[torch.Tensor, torch.Tensor
             f"rounding of rows of {width} to {format}",
             advice="activations take e4m3 or e2m1 codes in whole blocks of a row",
         )
-    blocks = x.float().reshape(*x.shape[:-1], width // extent, extent)
+    blocks = x.reshape(*x.shape[:-1], width // extent, extent)
     # The infinity norm is the largest magnitude, in one pass.
-    most = torch.linalg.vector_norm(blocks, math.inf, dim=-1)
+    most = torch.linalg.vector_norm(blocks, math.inf, dim=-1, dtype=torch.float32)
     scales = _power_scales(most, format) if format.scale is F8E8M0 else _scales(most, format)
-    wide = scales.float()[..., None]
-    ratio = torch.where(wide > 0, blocks / wide, 0.0)
-    top = _TOP[format.element.name][0]
-    ratio = ratio.clamp(-top, top).reshape(x.shape)
+    wide = scales.float()
+    # Blocks of zeros have scale 0 in f32. The quotient is f32, whatever is divided, and within
+    # half a step of the largest code: nothing is to be clipped.
+    ratio = (blocks / torch.where(wide > 0, wide, 1.0)[..., None]).reshape(x.shape)
     if format.element is F8E4M3:
         return ratio.to(torch.float8_e4m3fn), scales
     return _e2m1(ratio), scales
 
 
+def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    # NOTE: CUDA multiplies by the reciprocal of a number that is no tensor: another last bit.
+    return x / torch.full_like(x, by)
+
+
 def _scales(most: torch.Tensor, format: Block) -> torch.Tensor:
     """The nearest scale, or the next one where the largest value would be cut by half a step."""
     top, half = _TOP[format.element.name]
-    nearest = most / top
+    nearest = _divided(most, top)
     up = torch.nextafter(nearest, torch.full_like(nearest, math.inf))
     return torch.where(most > nearest * (top + half), up, nearest)
 
 
 def _power_scales(most: torch.Tensor, format: Block) -> torch.Tensor:
     """The least power of two at which nothing saturates."""
-    wanted = most / _TOP[format.element.name][0]
+    wanted = _divided(most, _TOP[format.element.name][0])
     mantissa, exponent = torch.frexp(wanted)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
     exponent = torch.where((wanted == 0) & (most > 0), -127, exponent)

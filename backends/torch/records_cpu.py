@@ -1,7 +1,5 @@
 """Records of the library products and attentions for CPUs."""
 
-from collections.abc import Callable
-
 from metainfer.backends.kernel import (
     Constraint,
     Efficiency,
@@ -16,7 +14,7 @@ from metainfer.backends.kernel import (
 )
 from metainfer.backends.torch import library_attention, library_linear, library_moe
 from metainfer.backends.torch.call import TorchBinder
-from metainfer.backends.torch.codes import is_codes_format
+from metainfer.backends.torch.codes import has_codes
 from metainfer.backends.torch.constraints import (
     all_dtypes,
     any_feature,
@@ -32,7 +30,6 @@ from metainfer.backends.torch.constraints import (
     state_like,
 )
 from metainfer.backends.torch.layouts import INT4_N, INT8_K, is_int4_group
-from metainfer.ir.dtypes import Block, DType
 
 # Rounding of bf16: what a kernel adds that rounds weights or probabilities to it once more.
 BF16_STEP = 2.0**-8
@@ -213,7 +210,7 @@ def _codes() -> tuple[Kernel, ...]:
     """Weights that stay in their codes and are widened at each call: least memory."""
     made = []
     for element, efficiency in CODES.items():
-        codes = format_is(1, f"{element} codes without offsets", _has_codes(element))
+        codes = format_is(1, f"{element} codes without offsets", has_codes(element))
         made.append(
             Kernel(
                 f"torch.linear_codes_{element}",
@@ -246,7 +243,7 @@ def _experts() -> tuple[Kernel, ...]:
         )
     ]
     for element, efficiency in CODES.items():
-        codes = format_is(3, f"{element} codes without offsets", _has_codes(element))
+        codes = format_is(3, f"{element} codes without offsets", has_codes(element))
         made.append(
             Kernel(
                 f"torch.experts_codes_{element}",
@@ -260,13 +257,6 @@ def _experts() -> tuple[Kernel, ...]:
             )
         )
     return tuple(made)
-
-
-def _has_codes(element: str) -> Callable[[DType], bool]:
-    def holds(dtype: DType) -> bool:
-        return is_codes_format(dtype) and isinstance(dtype, Block) and str(dtype.element) == element
-
-    return holds
 
 
 def _attention() -> tuple[Kernel, ...]:

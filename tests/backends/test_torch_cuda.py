@@ -25,7 +25,9 @@ from torch_samples import (
 
 from metainfer.backends.kernel import Kernel, Query
 from metainfer.backends.torch.check import make_call, run_reference
+from metainfer.backends.torch.quantize import quantize
 from metainfer.hardware.load import load_machine
+from metainfer.ir.dtypes import Block, parse_dtype
 from metainfer.ir.graph import Op
 from metainfer.ir.interpret import Data
 
@@ -74,9 +76,9 @@ LINEARS = [
     ("cuda.linear_fp8", "bf16", "f8e4m3/row:f32"),
     ("cuda.linear_fp8", "bf16", "f8e4m3/row:f8e8m0"),
     ("cuda.linear_fp8", "bf16", "f8e4m3/tensor:f32"),
-    ("cuda.linear_codes_bf16", "bf16", "f8e4m3/16x16:f32"),
-    ("cuda.linear_codes_bf16", "bf16", "f8e4m3/row:f32"),
-    ("cuda.linear_codes_bf16", "bf16", "f4e2m1/32:f8e8m0"),
+    ("cuda.linear_codes_f8e4m3_bf16", "bf16", "f8e4m3/16x16:f32"),
+    ("cuda.linear_codes_f8e4m3_bf16", "bf16", "f8e4m3/row:f32"),
+    ("cuda.linear_codes_f4e2m1_bf16", "bf16", "f4e2m1/32:f8e8m0"),
     ("torch.linear_plain", "bf16", "f8e4m3/16x16:f32"),
     ("torch.linear_plain", "f32", "bf16"),
 ]
@@ -89,6 +91,21 @@ def test_linears(name: str, dtype: str, format: str, bias: bool) -> None:
     kernel = KERNELS.get(name)
     assert kernel in applying(op)
     check(kernel, op, data, "cuda")
+
+
+@pytest.mark.parametrize("format", ["f8e4m3/row:f32", "f8e4m3/128:f32", "f8e4m3/128:f8e8m0",
+                                    "f4e2m1/32:f8e8m0"])  # fmt: skip
+def test_activations_are_rounded_as_on_a_cpu(format: str) -> None:
+    """Bit for bit, subnormal and zero rows included."""
+    dtype = parse_dtype(format)
+    assert isinstance(dtype, Block)
+    x = torch.randn(300, 1024, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x[:, ::7] *= 37
+    x[1], x[2] = 0, x[2] * 1e-39
+    codes, scales = quantize(x.cuda(), dtype)
+    wanted_codes, wanted_scales = quantize(x, dtype)
+    assert torch.equal(codes.cpu().view(torch.uint8), wanted_codes.view(torch.uint8))
+    assert torch.equal(scales.cpu().view(torch.uint8), wanted_scales.view(torch.uint8))
 
 
 FUSED = [
