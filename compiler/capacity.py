@@ -169,8 +169,8 @@ def _buffers(
     for phase, module in modules.items():
         space = workspace_bytes(module, flats[phase], device, backends)
         arena = plan_arena(flats[phase], module.limits(), space)
-        sizes[phase] = arena.size - arena.workspace_size
-        scratch[phase] = arena.workspace_size
+        sizes[phase] = arena.workspace_offset
+        scratch[phase] = arena.size - arena.workspace_offset
     largest = max(sizes, key=lambda p: sizes[p])
     tables = max(rope_table_bytes(flats[p], max_context, backends) for p in modules)
     terms = [

@@ -137,16 +137,51 @@ class Dim:
         return total
 
     def bounds(self, limits: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-        """Smallest and largest value within inclusive bounds of the symbols (by intervals)."""
-        low = high = self.constant
-        for atom, coefficient in self.terms:
-            if isinstance(atom, str):
-                a, b = limits[atom]
-            else:
-                a, b = (_quotient(v, atom) for v in atom.inner.bounds(limits))
-            low += coefficient * (a if coefficient > 0 else b)
-            high += coefficient * (b if coefficient > 0 else a)
-        return low, high
+        """Smallest and largest value within inclusive bounds of the symbols.
+
+        By intervals; exact where a size of one symbol falls and rises (``T-256*(T//512)``).
+        """
+        symbols = self.symbols()
+        if len(symbols) == 1 and any(isinstance(a, Quotient) and c < 0 for a, c in self.terms):
+            return _scanned_bounds(self, *symbols, *limits[min(symbols)])
+        return _interval_bounds(self, limits)
+
+
+def _interval_bounds(size: Dim, limits: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    low = high = size.constant
+    for atom, coefficient in size.terms:
+        if isinstance(atom, str):
+            a, b = limits[atom]
+        else:
+            a, b = (_quotient(v, atom) for v in atom.inner.bounds(limits))
+        low += coefficient * (a if coefficient > 0 else b)
+        high += coefficient * (b if coefficient > 0 else a)
+    return low, high
+
+
+_MOST_POINTS = 1 << 16  # a size that repeats more rarely is bounded by intervals
+
+
+@lru_cache(maxsize=1024)
+def _scanned_bounds(size: Dim, symbol: str, low: int, high: int) -> tuple[int, int]:
+    """Bounds by evaluation: over a period the size changes by a constant.
+
+    So its least and greatest values lie within the first or the last period of the range.
+    """
+    period = _period(size)
+    if period > _MOST_POINTS:
+        return _interval_bounds(size, {symbol: (low, high)})
+    first = range(low, min(low + period, high + 1))
+    last = range(max(high - period + 1, low), high + 1)
+    values = [size.evaluate({symbol: n}) for points in (first, last) for n in points]
+    return min(values), max(values)
+
+
+def _period(size: Dim) -> int:
+    """After how many steps of its symbol a size has changed by the same amount again."""
+    return math.lcm(
+        *(a.divisor * _period(a.inner) for a, _ in size.terms if isinstance(a, Quotient))
+    )
 
 
 def dim(value: "Dim | int | str") -> Dim:

@@ -152,7 +152,8 @@ class _Flattener:
             if value.is_state:
                 before = next(v for v in operands if v.is_state and v.type == value.type)
                 self.state_of[fresh.name] = self.state_of[before.name]
-        flat = replace(op, operands=operands, results=tuple(results))
+        after = tuple(names[n].name for n in op.after)
+        flat = replace(op, operands=operands, results=tuple(results), after=after)
         self.ops.append(FlatOp(flat, place))
 
 

@@ -93,6 +93,8 @@ class Op:
         body: graph of a fused group.
         source: line of the model that it came from.
         stream: queue that executes it; 0 is the main one.
+        after: values of other streams that must be made before it starts: the event it waits for
+            is recorded when their op ends (see `ir.streams`).
         choices: kernels chosen by size, after `select`.
     """
 
@@ -103,6 +105,7 @@ class Op:
     body: "Graph | None" = None
     source: Source | None = None
     stream: int = 0
+    after: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
 
     @property

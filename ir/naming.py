@@ -31,10 +31,11 @@ def canonical_names(graph: Graph) -> Graph:
 def _rename(op: Op, renamed: dict[str, Value], fresh: Iterator[str]) -> Op:
     """Rename one op, and remember its results' new names."""
     operands = _apply(op.operands, renamed)
+    after = tuple(renamed[n].name if n in renamed else n for n in op.after)
     results = tuple(Value(next(fresh), v.type) for v in op.results)
     renamed.update((old.name, new) for old, new in zip(op.results, results, strict=True))
     body = canonical_names(op.body) if op.body else None
-    return replace(op, operands=operands, results=results, body=body)
+    return replace(op, operands=operands, results=results, body=body, after=after)
 
 
 def _apply(values: tuple[Value, ...], renamed: dict[str, Value]) -> tuple[Value, ...]:

@@ -48,7 +48,7 @@ from metainfer.ir.types import PARTIAL, Mesh, Sharding, StateType, Symbol, Tenso
 if TYPE_CHECKING:
     from lark import Token
 
-_CLAUSE_ORDER = ("attrs", "types", "loc", "stream", "by", "body")
+_CLAUSE_ORDER = ("attrs", "types", "loc", "stream", "after", "by", "body")
 _SECTION_SIGILS = {"weights": "@", "states": "$"}
 
 
@@ -374,6 +374,8 @@ class _GraphReader:
                 types = payload
             elif tag == "body":
                 extra["body"] = self._body(raw, payload)
+            elif tag == "after":
+                extra["after"] = tuple([v.name for v in self._values(payload, scope)])
             else:
                 self._clauses[tag](payload, extra)
         if raw.label is not None:

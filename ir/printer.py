@@ -14,7 +14,7 @@ from metainfer.ir.types import StateType, TensorType, Type
 
 # Words that mean something where an op's name could stand; an op so named is printed in quotes.
 RESERVED_OP_NAMES = frozenset(
-    "as body by call fused loc page per return states stream weights".split()
+    "after as body by call fused loc page per return states stream weights".split()
 )
 _BARE_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-/]*")
 # A colon is bare only where the reader cannot take what follows for a type.
@@ -231,6 +231,8 @@ def _op(op: Op, types: _Types) -> str:
         parts.append(f" loc({quote(op.source.file)}:{op.source.line})")
     if op.stream:
         parts.append(f" stream {op.stream}")
+    if op.after:
+        parts.append(f" after {', '.join(map(ref, op.after))}")
     if op.choices:
         parts.append(f" by {{{', '.join(map(_choice, op.choices))}}}")
     return "".join(parts)

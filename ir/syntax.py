@@ -79,7 +79,7 @@ class RawChoice(NamedTuple):
 
 
 class RawClause(NamedTuple):
-    """What follows an op's operands: attrs, types, loc, stream, by or body."""
+    """What follows an op's operands: attrs, types, loc, stream, after, by or body."""
 
     tag: str
     payload: Any
@@ -343,6 +343,7 @@ class _Build:
     types = _tagged("types")
     loc = _tagged("loc")
     stream = _tagged("stream")
+    after = _tagged("after")
     by = _tagged("by")
 
     def bounded(self, children: list[Any]) -> RawChoice:

@@ -81,6 +81,10 @@ class TensorType:
         """Bytes of the dense tensor for given values of the symbols."""
         return self.dtype.size_bytes(self.concrete(env))
 
+    def most_bytes(self, limits: Mapping[str, tuple[int, int]]) -> int:
+        """Bytes of the dense tensor at most, within inclusive bounds of the symbols."""
+        return self.dtype.size_bytes(tuple(size.bounds(limits)[1] for size in self.shape))
+
     def with_shape(self, shape: tuple[Dim, ...]) -> "TensorType":
         """The same type with another shape."""
         return replace(self, shape=shape)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from metainfer.ir.errors import MetainferError, TypeMismatch
 from metainfer.ir.graph import Graph, Module, Op, Value
-from metainfer.ir.ops.record import STATEFUL, infer_types, op_def
+from metainfer.ir.ops.record import infer_types
 from metainfer.ir.printer import print_op
 from metainfer.ir.sharding import check_sharding
 from metainfer.ir.step import STEP_FIELDS
+from metainfer.ir.streams import overwritten, verify_streams
 from metainfer.ir.types import Mesh, StateType, TensorType, Type
 
 
@@ -69,6 +70,7 @@ def verify_graph(
     for value in (*graph.outputs, *graph.state_outputs):
         _check_defined(scope, value, None)
     _check_states(graph)
+    verify_streams(graph)
 
 
 def _placed(error: MetainferError, op: Op, graph: str) -> TypeMismatch:
@@ -108,6 +110,7 @@ def _check_defined(scope: _Scope, value: Value, op: Op | None) -> None:
 def _check_op(op: Op, scope: _Scope, blocks: Mapping[str, Graph]) -> None:
     for value in op.operands:
         _check_defined(scope, value, op)
+    _check_waits(op, scope)
     wanted = _result_types(op, blocks, scope.mesh)
     if len(wanted) != len(op.results):
         raise TypeMismatch(f"{op.name} makes {len(wanted)} results, {len(op.results)} are named")
@@ -117,10 +120,16 @@ def _check_op(op: Op, scope: _Scope, blocks: Mapping[str, Graph]) -> None:
     if op.name not in ("fused", "call"):
         check_sharding(op, scope.mesh)
     _check_choices(op)
-    for state in _overwritten(op):
+    for state in overwritten(op):
         scope.consumed[state.name] = op
     for value in op.results:
         _define(scope, value, op)
+
+
+def _check_waits(op: Op, scope: _Scope) -> None:
+    for name in op.after:
+        if name not in scope.defined:
+            raise TypeMismatch(f"{op.name} waits for {name}, which is not made before it")
 
 
 def _result_types(op: Op, blocks: Mapping[str, Graph], mesh: Mesh | None) -> Sequence[Type]:
@@ -177,17 +186,6 @@ def _check_choices(op: Op) -> None:
         limits = [c.limit for c in bounded if c.symbol == symbol]
         if limits != sorted(set(limits)):
             raise TypeMismatch(f"limits of {symbol} in the kernel table of {op.name} must ascend")
-
-
-def _overwritten(op: Op) -> list[Value]:
-    """States that the op writes over."""
-    if op.name == "fused":
-        inner = {v.name for o in op.body.ops for v in _overwritten(o)} if op.body else set()
-        names = [p.name for p in op.body.inputs] if op.body else []
-        return [v for v, name in zip(op.operands, names, strict=True) if name in inner]
-    if op.name == "call" or STATEFUL not in op_def(op.name).traits:
-        return []
-    return [v for v in op.operands if v.is_state]
 
 
 def _check_states(graph: Graph) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from metainfer.backends.kernel import Cost, Kernel, Query, Refusal, Repair
-from metainfer.ir.arena import VIEW_OPS, strided_values
 from metainfer.ir.graph import Graph, Op
 from metainfer.ir.ops.collective import MEETING
+from metainfer.ir.views import VIEW_OPS, moving_values, strided_values
 from metainfer.passes.target import Target
 
 
@@ -56,8 +56,8 @@ def needs_kernel(op: Op) -> bool:
 
 
 def strided_of(graph: Graph) -> frozenset[str]:
-    """Values of a graph that are views with gaps."""
-    return strided_values(graph.ops)
+    """Values of a graph that are views with gaps, or begin where no fixed address is."""
+    return strided_values(graph.ops) | moving_values(graph.ops)
 
 
 def query_of(

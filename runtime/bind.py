@@ -57,7 +57,7 @@ class CpuEmitter:
                 dims=dims,
                 operand=lambda i, field: self._address(op.operands[i], field),
                 result=lambda i: self._address(op.results[i], ""),
-                workspace=self.storage.base + self.arena.workspace_offset,
+                workspace=self.storage.base + self.arena.workspace_of(op.stream),
                 rope=self._rope,
                 max_rows=self._max_rows,
             )
@@ -112,8 +112,7 @@ class CpuEmitter:
         return cos.data_ptr(), sin.data_ptr()
 
     def _max_rows(self, type_: TensorType) -> int:
-        highs = {name: high for name, (_, high) in self.limits.items()}
-        return math.prod(n.evaluate(highs) for n in type_.shape[:-1])
+        return math.prod(n.bounds(self.limits)[1] for n in type_.shape[:-1])
 
 
 class TorchEmitter:
@@ -146,7 +145,7 @@ class TorchEmitter:
             tuple(self._operand(v) for v in op.operands),
             tuple(self.tensor(v) for v in op.results if not v.is_state),
             {k: concrete_attr(v, self._env) for k, v in complete_attrs(op).items()},
-            self._workspace(),
+            self._workspace(op.stream),
             self._storage.rope_tables,
         )
         if isinstance(kernel.binder, TritonBinder):
@@ -154,8 +153,8 @@ class TorchEmitter:
         run = kernel.binder.run
         return lambda: run(call)
 
-    def _workspace(self) -> torch.Tensor:
-        start = self._arena.workspace_offset
+    def _workspace(self, stream: int) -> torch.Tensor:
+        start = self._arena.workspace_of(stream)
         return self._storage.arena[start : start + self._arena.workspace_size]
 
     def _copy(self, op: Op) -> Callable[[], None]:

@@ -19,10 +19,11 @@ from metainfer.backends.cpu.emit import ProgramDims
 from metainfer.backends.cpu.program import Program, ProgramBuilder
 from metainfer.backends.kernel import Kernel
 from metainfer.backends.registry import Backends
-from metainfer.ir.arena import Arena, is_view, strided_values
+from metainfer.ir.arena import Arena
 from metainfer.ir.errors import PlanError
 from metainfer.ir.flatten import FlatModule, FlatOp
 from metainfer.ir.graph import Module, Value
+from metainfer.ir.views import is_view, strided_values
 from metainfer.runtime.bind import CpuEmitter, TorchEmitter
 from metainfer.runtime.storage import Storage
 

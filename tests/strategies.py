@@ -44,7 +44,7 @@ TRAPS = st.sampled_from(
 TEXTS = st.text(max_size=12) | st.sampled_from(['"', "\\", "\n", "\u2028", "# no", "模型", "\x00"])
 VALUE_NAMES = st.one_of(BARE, BARE, TRAPS, TEXTS)
 KEYWORDS = st.sampled_from(
-    ["module", "main", "dim", "step", "else", "loc", "by", "body", "return", "page", "call"]
+    ["module", "main", "dim", "step", "else", "loc", "by", "body", "return", "page", "call", "after"]
 )
 WORDS = st.one_of(BARE.map("w".__add__), KEYWORDS, TEXTS)
 OP_NAMES = st.sampled_from(["add", "linear", "rms_norm", "matmul", "kv_write", "copy"]) | WORDS
@@ -136,6 +136,13 @@ def _choices(draw: st.DrawFn, symbols: tuple[str, ...]) -> tuple[Choice, ...]:
     return (*draw(st.lists(rows, max_size=2)), Choice(draw(WORDS)))
 
 
+def _after(scope: dict[str, Value], results: list[Value]) -> st.SearchStrategy[tuple[str, ...]]:
+    """Names that an op may wait for: values before it."""
+    names = [name for name in scope if name not in {v.name for v in results}]
+    some = st.lists(st.sampled_from(names), max_size=2).map(tuple) if names else st.just(())
+    return st.just(()) | some
+
+
 @st.composite
 def ops(draw: st.DrawFn, scope: dict[str, Value], symbols: tuple[str, ...], depth: int = 0) -> Op:
     """One op over the values in scope; its results are added to the scope."""
@@ -161,6 +168,7 @@ def ops(draw: st.DrawFn, scope: dict[str, Value], symbols: tuple[str, ...], dept
         body=draw(graphs(symbols, body_name, depth + 1)) if has_body else None,
         source=draw(st.none() | st.builds(Source, TEXTS, st.integers(1, 9999))),
         stream=draw(st.sampled_from([0, 0, 1, 2])),
+        after=draw(_after(scope, results)),
         choices=draw(_choices(symbols)),
     )
 

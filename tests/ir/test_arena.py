@@ -3,12 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metainfer.ir.arena import ALIGNMENT_BYTES, Arena, plan_arena, strided_values
+from metainfer.ir.arena import ALIGNMENT_BYTES, Arena, plan_arena
 from metainfer.ir.dtypes import F32
 from metainfer.ir.flatten import FlatModule, flatten
 from metainfer.ir.graph import Graph, Module, Value
 from metainfer.ir.ops.record import Builder
 from metainfer.ir.types import Symbol, tensor
+from metainfer.ir.views import strided_values
 
 WIDTHS = (1, 3, 16, 64)
 

@@ -39,12 +39,12 @@ from metainfer.backends.triton.emit.tiles import (
     rotary,
     row_width,
 )
-from metainfer.ir.arena import VIEW_OPS
 from metainfer.ir.dims import Dim, dim, product
 from metainfer.ir.dtypes import Block, Scalar
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op, Value
 from metainfer.ir.printer import print_op
+from metainfer.ir.views import VIEW_OPS
 
 COLUMN = "c0"  # name of the column axis of an epilogue's tile
 WIDEST = 32768  # columns of one tile
@@ -115,7 +115,7 @@ class Body:
 
     def comment(self, op: Op) -> None:
         """Append the op that the next statements compute."""
-        text = print_op(replace(op, source=None, choices=(), stream=0))
+        text = print_op(replace(op, source=None, choices=(), stream=0, after=()))
         short = text if len(text) <= _COMMENT_WIDTH else text[: _COMMENT_WIDTH - 3] + "..."
         self.emit(f"# {short}")
 

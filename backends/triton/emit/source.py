@@ -109,7 +109,9 @@ def body_of(op: Op) -> Graph:
         sigil = "$" if value.is_state else "%"
         inputs.append(names.setdefault(value.name, Value(f"{sigil}x{number}", value.type)))
     results = tuple(Value(f"%{i}", v.type) for i, v in enumerate(op.results))
-    alone = replace(op, operands=tuple(inputs), results=results, source=None, choices=(), stream=0)
+    alone = replace(
+        op, operands=tuple(inputs), results=results, source=None, choices=(), stream=0, after=()
+    )
     return Graph(op.name, tuple(inputs), ops=(alone,), outputs=results)
 
 

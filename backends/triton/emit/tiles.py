@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from metainfer.backends.triton.emit.index import ROW
-from metainfer.ir.arena import VIEW_OPS
 from metainfer.ir.dims import Dim
 from metainfer.ir.dtypes import Scalar
 from metainfer.ir.graph import Attr, Op, Value
 from metainfer.ir.ops.record import REDUCTION, op_def
+from metainfer.ir.views import VIEW_OPS
 
 _WHOLE_ROWS = ("rms_norm", "layer_norm", "softmax", "argmax", "topk")
 
