@@ -1,6 +1,6 @@
 """Predicted times of a compiled phase: per group and in sum, at the sizes that users ask about."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,17 +8,14 @@ from metainfer.backends.kernel import Cost, Query
 from metainfer.backends.registry import Backends
 from metainfer.compiler.cost import CostModel
 from metainfer.hardware.machine import Machine
+from metainfer.hardware.sharing import sharing_of
 from metainfer.ir.flatten import FlatOp, flatten
-from metainfer.ir.graph import Choice, Module, Op
+from metainfer.ir.graph import Module, Op
 from metainfer.ir.strategy import Strategy
-
-
-def choice_at(op: Op, env: Mapping[str, int]) -> Choice:
-    """The row of a kernel table that applies at concrete sizes."""
-    for choice in op.choices:
-        if not choice.symbol or env[choice.symbol] <= choice.limit:
-            return choice
-    return op.choices[-1]
+from metainfer.ir.streams import is_empty
+from metainfer.ir.timeline import Timeline, simulate
+from metainfer.passes.overlap_prices import choice_at
+from metainfer.passes.step_tasks import tasks_of
 
 
 def phase_sizes(module: Module, strategy: Strategy, tokens: int) -> dict[str, int]:
@@ -68,7 +65,7 @@ def group_costs(
     module: Module, machine: Machine, backends: Backends, env: Mapping[str, int],
     first_rank: int = 0,
 ) -> list[GroupCost]:  # fmt: skip
-    """Predicted cost of every group of a step, in order; views and calls cost nothing."""
+    """Predicted cost of every group of a step, in order; views and empty parts cost nothing."""
     device = machine.device(first_rank)
     model = CostModel(backends.layouts, machine, module.mesh, first_rank)
     limits = module.limits()
@@ -76,7 +73,7 @@ def group_costs(
     found: list[GroupCost] = []
     for item in flatten(module).ops:
         op = item.op
-        if not op.choices:
+        if not op.choices or is_empty(op, env):
             continue
         kernel = backends.kernels.get(choice_at(op, env).kernel)
         key = (kernel.name, op.attrs, tuple(v.type for v in (*op.operands, *op.results)))
@@ -91,15 +88,50 @@ def group_costs(
     return found
 
 
+def step_timeline(
+    module: Module, machine: Machine, groups: Sequence[GroupCost], env: Mapping[str, int],
+    first_rank: int = 0,
+) -> Timeline:  # fmt: skip
+    """When each group of a step begins and ends on its stream.
+
+    Args:
+        module: a compiled phase.
+        machine: where it runs.
+        groups: their costs, as `group_costs` gives them.
+        env: values of the size symbols.
+        first_rank: whose device it is.
+    """
+    costs = {g.item.op.results[0].name: g for g in groups}
+
+    def price(op: Op) -> tuple[float, float]:
+        found = costs.get(op.results[0].name) if op.results else None
+        if found is None:
+            return 0.0, 1.0
+        seconds = found.cost.seconds
+        return seconds, min(found.roofline_seconds / seconds, 1.0) if seconds else 1.0
+
+    tasks, _ = tasks_of([item.op for item in flatten(module).ops], price, env)
+    return simulate(tasks, sharing_of(machine.device(first_rank)))
+
+
 def predict_step(
     module: Module, machine: Machine, backends: Backends, env: Mapping[str, int],
     first_rank: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Sums over the groups of a step at concrete sizes. Units: seconds, bytes, operations."""
+    """Sums over the groups of a step at concrete sizes. Units: seconds, bytes, operations.
+
+    ``seconds`` is the simulated time of the step's streams, ``serial_seconds`` the sum of its
+    groups; ``meeting_seconds`` is how long ranks exchange, ``hidden_seconds`` how much of it lies
+    beside computation.
+    """
     groups = group_costs(module, machine, backends, env, first_rank)
+    timeline = step_timeline(module, machine, groups, env, first_rank)
     return {
         "sizes": dict(env),
-        "seconds": sum(g.cost.seconds for g in groups),
+        "seconds": timeline.seconds,
+        "serial_seconds": sum(g.cost.seconds for g in groups),
+        "meeting_seconds": timeline.meeting_seconds,
+        "hidden_seconds": timeline.hidden_seconds,
         "roofline_seconds": sum(g.roofline_seconds for g in groups),
         "bytes": sum(g.cost.bytes for g in groups),
         "flops": sum(g.cost.flops for g in groups),

@@ -38,6 +38,9 @@ class Options:
         ep: ranks over which whole experts are spread: 1, tp, dp or dp * tp.
         routing: file of a routing histogram by which experts are placed; "" for none.
         replicas: copies of experts beside the first of each, over all ranks of ep.
+        overlap: whether communication may run beside computation, on streams of their own.
+        micro_batches: parts that the rows of a step are cut into where that hides communication; 0
+            lets the cost model choose, for steps that gain by it.
         strict: whether a generic fallback is an error.
         pins: (group, kernel) choices forced by the user; a group is an op name or fused kind.
         forbids: kernels never to be chosen.
@@ -59,6 +62,8 @@ class Options:
     ep: int = 0
     routing: str = ""
     replicas: int = 0
+    overlap: bool = True
+    micro_batches: int = 0
     strict: bool = False
     pins: tuple[tuple[str, str], ...] = ()
     forbids: tuple[str, ...] = ()
@@ -85,7 +90,16 @@ class Options:
                 f"max_sequences = {self.max_sequences} is more than max_tokens = {self.max_tokens}",
                 advice="a decode step holds one token of each sequence: raise max_tokens",
             )
-        for name in ("max_context", "page_size", "tp", "dp", "pp", "ep", "replicas"):
+        for name in (
+            "max_context",
+            "page_size",
+            "tp",
+            "dp",
+            "pp",
+            "ep",
+            "replicas",
+            "micro_batches",
+        ):
             if getattr(self, name) < 0:
                 raise OptionError(
                     f"{name} = {getattr(self, name)} is negative",

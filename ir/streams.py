@@ -9,7 +9,7 @@ and joined by one before the graph returns or calls a block.
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from metainfer.ir.errors import TypeMismatch
@@ -83,6 +83,55 @@ class Order:
         )
 
 
+class StreamWalk:
+    """What is known to have ended, while ops are put on streams one after the other.
+
+    Args:
+        width: number of streams.
+        inputs: values that are made on the main stream before the first op.
+    """
+
+    def __init__(self, width: int, inputs: Collection[str] = ()) -> None:
+        self._ended = [[0] * width for _ in range(width)]
+        self._ready = [set(inputs), *(set[str]() for _ in range(width - 1))]
+        self._counts = [0] * width
+        # Of each value that is made: stream and place of its op, and what was known there.
+        self._makers: dict[str, tuple[int, int, tuple[int, ...], frozenset[str]]] = {}
+
+    def knows(self, stream: int, name: str) -> bool:
+        """Whether the op that makes a value is sure to have ended for a stream's next op."""
+        maker = self._makers.get(name)
+        if maker is None:
+            return name in self._ready[stream]
+        return maker[0] == stream or self._ended[stream][maker[0]] > maker[1]
+
+    def wait(self, stream: int, name: str) -> None:
+        """Let a stream's next op wait until a value is made."""
+        maker = self._makers.get(name)
+        if maker is None:
+            self._ready[stream].add(name)
+            return
+        of, place, ended, ready = maker
+        known = self._ended[stream]
+        self._ended[stream] = [max(a, b) for a, b in zip(known, ended, strict=True)]
+        self._ended[stream][of] = max(self._ended[stream][of], place + 1)
+        self._ready[stream] |= ready
+
+    def is_forked(self, stream: int) -> bool:
+        """Whether a stream knows of anything on another one."""
+        return stream == 0 or bool(self._ready[stream]) or any(self._ended[stream])
+
+    def place(self, op: Op) -> tuple[int, tuple[int, ...], frozenset[str]]:
+        """Put an op on its stream: its number there, and what has ended before it begins."""
+        stream, place = op.stream, self._counts[op.stream]
+        ended, ready = tuple(self._ended[stream]), frozenset(self._ready[stream])
+        for value in op.results:
+            self._makers[value.name] = (stream, place, ended, ready)
+        self._counts[stream] += 1
+        self._ended[stream][stream] = place + 1
+        return place, ended, ready
+
+
 def order_of(ops: Sequence[Op], inputs: Collection[str] = ()) -> Order:
     """The order that streams and waits give.
 
@@ -90,38 +139,17 @@ def order_of(ops: Sequence[Op], inputs: Collection[str] = ()) -> Order:
         ops: in the order of the text.
         inputs: values that are made on the main stream before it; other streams wait for them.
     """
-    roots, makers = roots_of(ops), dict[str, int]()
-    width = num_streams(ops)
-    known = [[0] * width for _ in range(width)]
-    ready: list[frozenset[str]] = [frozenset(inputs), *[frozenset[str]()] * (width - 1)]
-    streams, places, clocks, seen = list[int](), list[int](), list[tuple[int, ...]](), []
-    counts = [0] * width
-    for number, op in enumerate(ops):
-        if op.results and roots.get(op.results[0].name) is not None:
-            streams.append(-1)
-            places.append(-1)
-            clocks.append(())
-            seen.append(frozenset[str]())
+    roots, walk = roots_of(ops), StreamWalk(num_streams(ops), inputs)
+    rows: list[tuple[int, int, tuple[int, ...], frozenset[str]]] = []
+    for op in ops:
+        if op.results and op.results[0].name in roots:
+            rows.append((-1, -1, (), frozenset()))
             continue
-        stream = op.stream
-        known[stream][stream] = counts[stream]
         for name in op.after:
-            name = roots.get(name, name)
-            maker = makers.get(name)
-            if maker is None:
-                ready[stream] |= {name}
-                continue
-            passed = [*clocks[maker]]
-            passed[streams[maker]] = places[maker] + 1
-            known[stream] = [max(a, b) for a, b in zip(known[stream], passed, strict=True)]
-            ready[stream] |= seen[maker]
-        streams.append(stream)
-        places.append(counts[stream])
-        clocks.append(tuple(known[stream]))
-        seen.append(ready[stream])
-        counts[stream] += 1
-        makers.update((v.name, number) for v in op.results)
-    return Order(tuple(streams), tuple(places), tuple(clocks), tuple(seen))
+            walk.wait(op.stream, roots.get(name, name))
+        rows.append((op.stream, *walk.place(op)))
+    streams, places, clocks, seen = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return Order(streams, places, clocks, seen)
 
 
 # --- what must hold ----------------------------------------------------------------------------
@@ -251,6 +279,12 @@ def meets(op: Op) -> bool:
     return any(o.name in MEETING for o in inner)
 
 
+def is_empty(op: Op, env: Mapping[str, int]) -> bool:
+    """Whether an op makes nothing at these sizes, and need not run: a part without rows."""
+    shapes = [v.tensor.concrete(env) for v in op.results if not v.is_state]
+    return len(shapes) == len(op.results) > 0 and all(0 in shape for shape in shapes)
+
+
 def overwritten(op: Op) -> list[Value]:
     """States that an op writes over."""
     if op.name == "fused":
@@ -265,4 +299,3 @@ def overwritten(op: Op) -> list[Value]:
 def _fault(op: Op, graph: Graph, what: str, advice: str) -> TypeMismatch:
     origin = f"{op.source} in {graph.name}" if op.source else f"graph {graph.name}"
     return TypeMismatch(what, text=print_op(op), origin=origin, advice=advice)
-

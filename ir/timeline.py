@@ -163,9 +163,7 @@ def simulate(tasks: Sequence[Task], sharing: Sharing) -> Timeline:
 Offer = Callable[[int, int | None], Sequence[int]]
 
 
-def play(
-    tasks: Sequence[Task], sharing: Sharing, streams: Sequence[int], offer: Offer
-) -> Timeline:
+def play(tasks: Sequence[Task], sharing: Sharing, streams: Sequence[int], offer: Offer) -> Timeline:
     """Run tasks on streams that take whatever they are offered first and may begin.
 
     Raises: TypeMismatch if nothing runs and nothing can begin.

@@ -32,13 +32,16 @@ class Schedule:
         return self.timeline.seconds
 
 
-def schedule(tasks: Sequence[Task], sharing: Sharing, movable: Collection[int] = ()) -> Schedule:
+def schedule(
+    tasks: Sequence[Task], sharing: Sharing, movable: Collection[int] = (), *, improve: bool = True
+) -> Schedule:
     """Schedule tasks.
 
     Args:
         tasks: in an order that respects ``after``; their streams are not looked at.
         sharing: what tasks cost each other.
         movable: computations that may run beside others, on the side stream.
+        improve: whether to look for better orders after the lists, which takes longer.
     """
     placed = [replace(t, stream=MEETING_STREAM if t.meets else MAIN) for t in tasks]
     best: Schedule | None = None
@@ -48,7 +51,7 @@ def schedule(tasks: Sequence[Task], sharing: Sharing, movable: Collection[int] =
             if best is None or found.seconds < best.seconds - 1e-12:
                 best = found
     assert best is not None
-    return _improved(best, sharing)
+    return _improved(best, sharing) if improve else best
 
 
 def _priorities(tasks: Sequence[Task]) -> Iterator[tuple[float, ...]]:
@@ -112,7 +115,7 @@ def _improved(best: Schedule, sharing: Sharing) -> Schedule:
             if rounds > _ROUNDS:
                 return best
             tried = _replayed(best, order, sharing)
-            if tried is not None and tried.seconds < best.seconds - 1e-12:
+            if tried.seconds < best.seconds - 1e-12:
                 best, found = tried, True
                 break
     return best
@@ -130,8 +133,8 @@ def _moves(schedule: Schedule) -> Iterator[tuple[int, ...]]:
                 yield (*rest[:at], own[later], *rest[at:])
 
 
-def _replayed(schedule: Schedule, order: Sequence[int], sharing: Sharing) -> Schedule | None:
-    """The schedule with its streams in another order; None if tasks then wait in a circle."""
+def _replayed(schedule: Schedule, order: Sequence[int], sharing: Sharing) -> Schedule:
+    """The schedule with its streams in another order, as far as what reads what allows it."""
     order = _respecting(schedule.timeline.tasks, order)
     place = {number: at for at, number in enumerate(order)}
     tasks = [schedule.timeline.tasks[i] for i in order]

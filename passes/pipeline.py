@@ -17,6 +17,7 @@ from metainfer.passes.fuse import fuse
 from metainfer.passes.layout import layout
 from metainfer.passes.localize import localize
 from metainfer.passes.merge_linears import merge_linears
+from metainfer.passes.overlap import overlap
 from metainfer.passes.place_experts import place_experts
 from metainfer.passes.quantize import quantize
 from metainfer.passes.raise_experts import raise_experts
@@ -49,6 +50,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("layout", layout),
     Pass("select", select),
     Pass("collectives", collectives),
+    Pass("overlap", overlap),
 )
 
 

@@ -23,9 +23,11 @@ from metainfer.ir.arena import Arena
 from metainfer.ir.errors import PlanError
 from metainfer.ir.flatten import FlatModule, FlatOp
 from metainfer.ir.graph import Module, Value
+from metainfer.ir.streams import is_empty
 from metainfer.ir.views import is_view, strided_values
 from metainfer.runtime.bind import CpuEmitter, TorchEmitter
 from metainfer.runtime.storage import Storage
+from metainfer.runtime.streams import Call, Issuer
 
 _VIEW_CACHE = 16  # combinations of sizes whose views are kept
 Env = Mapping[str, int]
@@ -92,6 +94,7 @@ class PhaseExecutor:
         self._limits = module.limits()
         self._strided = strided_values(item.op for item in flat.ops)
         self._tables = _thresholds(flat)
+        self._issuer = Issuer([item.op for item in flat.ops], storage.device)
         self._variants: dict[tuple[tuple[int, ...], frozenset[str]], list[Segment]] = {}
         self._bound: OrderedDict[tuple[Any, ...], list[list[Callable[[], None]]]] = OrderedDict()
 
@@ -143,11 +146,17 @@ class PhaseExecutor:
             if (kernel := self._kernel(item, variant)) is not None
         ]
 
+    @property
+    def num_streams(self) -> int:
+        """How many streams a step runs on, as planned."""
+        return self._issuer.num_streams
+
     # --- preparation ---------------------------------------------------------------------------
 
     def launches(self, env: Env) -> list[Callable[[], None]]:
         """The phase at these sizes, launch by launch, on buffers that stay where they are."""
-        return [call for calls in self._bind(self._segments(env), env) for call in calls]
+        bound = self._bind(self._segments(env), env)
+        return [*self._issuer.begin(), *(call for calls in bound for call in calls)]
 
     def _variant(self, env: Env) -> tuple[int, ...]:
         return tuple(bisect.bisect_left(limits, env[s]) for s, limits in self._tables)
@@ -209,11 +218,17 @@ class PhaseExecutor:
             self._bound.move_to_end(key)
             return self._bound[key]
         views = self._views(env)
-        bound = [_calls(segment, env, views) for segment in segments]
+        bound = [self._issued(segment, _calls(segment, env, views)) for segment in segments]
         self._bound[key] = bound
         if len(self._bound) > _VIEW_CACHE:
             self._bound.popitem(last=False)
         return bound
+
+    def _issued(self, segment: Segment, calls: list[Call]) -> list[Call]:
+        if isinstance(segment, CpuSegment):
+            return calls
+        pairs = zip(segment.ops, calls, strict=True)
+        return [self._issuer.issued(item.op, call) for item, call in pairs]
 
     def _views(self, env: Env) -> TorchEmitter:
         return TorchEmitter(self._storage, self._weights, self.flat, self._arena, env)
@@ -248,7 +263,13 @@ def _calls(segment: Segment, env: Env, views: TorchEmitter) -> list[Callable[[],
     if isinstance(segment, CpuSegment):
         return [_program_call(segment.program, segment.dims.evaluate(env))]
     pairs = zip(segment.ops, segment.kernels, strict=True)
-    return [views.bind(item, kernel) for item, kernel in pairs]
+    return [
+        _nothing if is_empty(item.op, env) else views.bind(item, kernel) for item, kernel in pairs
+    ]
+
+
+def _nothing() -> None:
+    """A part of the rows that there is none of: ranks skip it alike, since they agree on sizes."""
 
 
 def _program_call(program: Program, dims: list[int]) -> Callable[[], None]:

@@ -22,6 +22,7 @@ from metainfer.hardware import load_machine
 from metainfer.hardware.machine import Machine
 from metainfer.ir.errors import HistogramError, Unsupported
 from metainfer.ir.histogram import RoutingHistogram
+from metainfer.ir.ops.collective import MEETING
 from metainfer.ir.plan import Plan
 from metainfer.models.decoder import Decoder, decoder_spec
 from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
@@ -61,12 +62,19 @@ def weights_of(kind: str) -> Mapping[str, np.ndarray]:
 
 @cache
 def plan_of(
-    kind: str, pp: int, dp: int, tp: int, ep: int, routing: str = "", replicas: int = 0
+    kind: str,
+    pp: int,
+    dp: int,
+    tp: int,
+    ep: int,
+    routing: str = "",
+    replicas: int = 0,
+    parts: int = 0,
 ) -> Plan:
     return metainfer.compile(
         decoder_spec("small", CONFIGS[kind]), cpus(), activations="f32", weights="f32",
         routing=routing, replicas=replicas, exact=True, max_tokens=16, max_sequences=4,
-        page_size=16, pp=pp, dp=dp, tp=tp, ep=ep,
+        micro_batches=parts, page_size=16, pp=pp, dp=dp, tp=tp, ep=ep,
     )  # fmt: skip
 
 
@@ -209,3 +217,48 @@ def test_a_forbidden_layout_names_its_rule(asked: dict[str, int], rule: str) -> 
     with pytest.raises(Unsupported) as caught:
         plan_of("dense" if "tp" in asked and len(asked) == 1 else "sparse", **fixed)
     assert rule in f"{caught.value.what}\n{caught.value.text}"
+
+
+OVERLAPPED = [
+    ("dense", 1, 1, 2, 1, 2),
+    ("dense", 1, 2, 4, 1, 3),
+    ("sparse", 1, 1, 4, 4, 2),
+    ("sparse", 1, 4, 1, 4, 2),
+    ("sparse", 2, 2, 2, 4, 4),
+]
+
+
+@given(
+    layout=st.sampled_from(OVERLAPPED),
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
+)
+def test_ranks_that_overlap_compute_what_one_rank_computes(
+    layout: tuple[str, int, int, int, int, int], lengths: tuple[int, ...]
+) -> None:
+    kind, pp, dp, tp, ep, parts = layout
+    plan = plan_of(kind, pp, dp, tp, ep, parts=parts)
+    stages = Stages(plan, kind)
+    # A step of a single token leaves all parts but one empty.
+    got = [
+        stages.run("prefill", [prefill_step(lengths, n, 16) for n in range(dp)]),
+        stages.run("decode", [decode_step(lengths, n, 16) for n in range(dp)]),
+    ]
+    for replica in range(dp):
+        for phase, wanted in enumerate(reference(kind, replica, lengths)):
+            np.testing.assert_allclose(got[phase][replica], wanted, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("layout", OVERLAPPED)
+def test_forced_micro_batches_stand_in_the_text(
+    layout: tuple[str, int, int, int, int, int],
+) -> None:
+    kind, pp, dp, tp, ep, parts = layout
+    plan = plan_of(kind, pp, dp, tp, ep, parts=parts)
+    for stage in range(pp):
+        blocks = [g for g in plan.module("prefill", stage).graphs if g.states]
+        for block in blocks:
+            met = [op for op in block.ops if op.name in MEETING]
+            assert {op.results[0].name.rpartition("/")[2] for op in met} >= set(
+                map(str, range(parts))
+            )
+            assert any(op.stream for op in met)

@@ -65,6 +65,12 @@ def compile_model(
         str, typer.Option(metavar="FILE", help="histogram that experts are placed by")
     ] = "",
     replicas: Annotated[int, typer.Option(help="copies of experts beside the first")] = 0,
+    overlap: Annotated[
+        bool, typer.Option(help="communication beside computation where that saves time")
+    ] = True,
+    micro_batches: Annotated[
+        int, typer.Option(help="parts of a step's rows for that, 0 to let the compiler choose")
+    ] = 0,
     strict: Annotated[
         bool, typer.Option("--strict", help="refuse generic kernels: exit code 3 if one is needed")
     ] = False,
@@ -88,7 +94,7 @@ def compile_model(
         activations=activations, weights=weights, exact=exact, kv=kv, max_tokens=max_tokens,
         max_sequences=max_sequences, max_context=max_context, page_size=page_size,
         memory_fraction=memory_fraction, tp=tp, dp=dp, pp=pp, ep=ep, routing=routing,
-        replicas=replicas, strict=strict,
+        replicas=replicas, overlap=overlap, micro_batches=micro_batches, strict=strict,
         pins=read_pins(pin), forbids=tuple(forbid or ()), skip_passes=tuple(skip_pass or ()),
     )  # fmt: skip
     machine = load_machine(hw)
