@@ -11,7 +11,11 @@ from dataclasses import dataclass, replace
 from metainfer.ir.timeline import Sharing, Task, Timeline, play, simulate
 
 MAIN, MEETING_STREAM, SIDE = 0, 1, 2
-_ROUNDS = 400  # simulations that improvement by moves may take
+_ROUNDS = 300  # moves that improvement may try
+_REACH = 6  # places that a move may go forwards
+_SAME = 1e-12  # seconds that make no difference
+
+_Rank = tuple[float, int, int]
 
 
 @dataclass(frozen=True)
@@ -31,38 +35,52 @@ class Schedule:
         """Simulated time."""
         return self.timeline.seconds
 
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Stream of each task, by number."""
+        return tuple(t.stream for t in self.timeline.tasks)
+
 
 def schedule(
-    tasks: Sequence[Task], sharing: Sharing, movable: Collection[int] = (), *, improve: bool = True
-) -> Schedule:
+    tasks: Sequence[Task], sharing: Sharing, movable: Collection[int] = (),
+    turns: Sequence[int] = (), *, improve: bool = True,
+) -> Schedule:  # fmt: skip
     """Schedule tasks.
 
     Args:
         tasks: in an order that respects ``after``; their streams are not looked at.
         sharing: what tasks cost each other.
         movable: computations that may run beside others, on the side stream.
+        turns: per task, what goes first among equals (the part of the rows, say); the order of the
+            tasks where none are given.
         improve: whether to look for better orders after the lists, which takes longer.
     """
     placed = [replace(t, stream=MEETING_STREAM if t.meets else MAIN) for t in tasks]
-    best: Schedule | None = None
-    for priority in _priorities(placed):
+    found: dict[tuple[object, ...], Schedule] = {}
+    for priority in _priorities(placed, turns or (0,) * len(tasks)):
         for free in dict.fromkeys([frozenset[int](), frozenset(movable)]):
-            found = _listed(placed, sharing, priority, free)
-            if best is None or found.seconds < best.seconds - 1e-12:
-                best = found
-    assert best is not None
-    return _improved(best, sharing) if improve else best
+            listed = _listed(placed, sharing, priority, free)
+            found.setdefault((listed.order, listed.streams), listed)
+    ranked = sorted(found.values(), key=lambda s: s.seconds)
+    if not improve:
+        return ranked[0]
+    budget = _Budget(_ROUNDS)
+    return min(
+        (_improved(s, sharing, frozenset(movable), budget) for s in ranked), key=lambda s: s.seconds
+    )
 
 
-def _priorities(tasks: Sequence[Task]) -> Iterator[tuple[float, ...]]:
-    """Longest way to the end; the same with collectives, or computations, weighing more."""
+def _priorities(tasks: Sequence[Task], turns: Sequence[int]) -> Iterator[list[_Rank]]:
+    """Longest way to the end; the same with collectives, or computations, weighing more; turns."""
     for weight_meeting, weight_computing in ((1.0, 1.0), (4.0, 1.0), (1.0, 4.0), (1.0, 0.0)):
 
         def weigh(task: Task, a: float = weight_meeting, b: float = weight_computing) -> float:
             return task.seconds * (a if task.meets else b)
 
-        yield _ways(tasks, weigh)
-    yield tuple(float(-i) for i in range(len(tasks)))
+        # Ways that differ by rounding are alike.
+        ways = [round(-way, 12) for way in _ways(tasks, weigh)]
+        yield [(way, turn, i) for i, (way, turn) in enumerate(zip(ways, turns, strict=True))]
+    yield [(float(turn), i, 0) for i, turn in enumerate(turns)]
 
 
 def _ways(tasks: Sequence[Task], weigh: Callable[[Task], float]) -> tuple[float, ...]:
@@ -76,10 +94,11 @@ def _ways(tasks: Sequence[Task], weigh: Callable[[Task], float]) -> tuple[float,
 
 
 def _listed(
-    tasks: Sequence[Task], sharing: Sharing, priority: Sequence[float], movable: Collection[int]
+    tasks: Sequence[Task], sharing: Sharing, ranks: Sequence[_Rank], movable: Collection[int]
 ) -> Schedule:
+    """Run tasks by their ranks, the lowest first."""
     waiting: dict[int, list[int]] = {MAIN: [], MEETING_STREAM: [], SIDE: []}
-    for number in sorted(range(len(tasks)), key=lambda i: (-priority[i], i)):
+    for number in sorted(range(len(tasks)), key=lambda i: ranks[i]):
         waiting[tasks[number].stream].append(number)
         if number in movable:
             waiting[SIDE].append(number)
@@ -105,48 +124,83 @@ def _in_order(timeline: Timeline) -> Schedule:
 # --- improvement -------------------------------------------------------------------------------
 
 
-def _improved(best: Schedule, sharing: Sharing) -> Schedule:
-    """Move single tasks of a stream forwards while that saves time, for a limited while."""
-    rounds, found = 0, True
+@dataclass
+class _Budget:
+    """Simulations left."""
+
+    rounds: int
+
+
+def _improved(
+    best: Schedule, sharing: Sharing, movable: Collection[int], budget: _Budget
+) -> Schedule:
+    """Move single tasks forwards, or to another stream, while that saves time."""
+    found = True
     while found:
         found = False
-        for order in _moves(best):
-            rounds += 1
-            if rounds > _ROUNDS:
+        for order, streams in _moves(best, movable):
+            if not budget.rounds:
                 return best
-            tried = _replayed(best, order, sharing)
-            if tried.seconds < best.seconds - 1e-12:
+            budget.rounds -= 1
+            tried = min(
+                _replayed(best, order, streams, sharing),
+                _relisted(best, order, streams, sharing),
+                key=lambda s: s.seconds,
+            )
+            if tried.seconds < best.seconds - _SAME:
                 best, found = tried, True
                 break
     return best
 
 
-def _moves(schedule: Schedule) -> Iterator[tuple[int, ...]]:
-    """Orders in which one task begins before one of the same stream that began before it."""
-    tasks, order = schedule.timeline.tasks, schedule.order
-    for stream in dict.fromkeys(tasks[i].stream for i in order):
-        own = [i for i in order if tasks[i].stream == stream]
+def _moves(
+    schedule: Schedule, movable: Collection[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Orders in which a task begins before one of its stream that it followed; other streams."""
+    order, streams = schedule.order, schedule.streams
+    for stream in dict.fromkeys(streams[i] for i in order):
+        own = [i for i in order if streams[i] == stream]
         for later in range(1, len(own)):
-            for earlier in range(later - 1, max(later - 4, -1), -1):
+            for earlier in range(later - 1, max(later - _REACH, 0) - 1, -1):
                 rest = [i for i in order if i != own[later]]
                 at = rest.index(own[earlier])
-                yield (*rest[:at], own[later], *rest[at:])
+                yield (*rest[:at], own[later], *rest[at:]), streams
+    for number in sorted(movable):
+        other = MAIN if streams[number] == SIDE else SIDE
+        yield order, (*streams[:number], other, *streams[number + 1 :])
 
 
-def _replayed(schedule: Schedule, order: Sequence[int], sharing: Sharing) -> Schedule:
-    """The schedule with its streams in another order, as far as what reads what allows it."""
-    order = _respecting(schedule.timeline.tasks, order)
+def _replayed(
+    schedule: Schedule, order: Sequence[int], streams: Sequence[int], sharing: Sharing
+) -> Schedule:
+    """The tasks in another order, as far as what reads what allows it."""
+    tasks = schedule.timeline.tasks
+    order = _respecting(tasks, order)
     place = {number: at for at, number in enumerate(order)}
-    tasks = [schedule.timeline.tasks[i] for i in order]
-    moved = [replace(t, after=tuple(place[a] for a in t.after)) for t in tasks]
+    moved = [
+        replace(tasks[i], stream=streams[i], after=tuple(place[a] for a in tasks[i].after))
+        for i in order
+    ]
     played = simulate(moved, sharing)
     back = [place[i] for i in range(len(order))]
-    timeline = Timeline(
-        schedule.timeline.tasks,
-        tuple(played.starts[i] for i in back),
-        tuple(played.ends[i] for i in back),
+    return _in_order(
+        Timeline(
+            tuple(replace(t, stream=s) for t, s in zip(tasks, streams, strict=True)),
+            tuple(played.starts[i] for i in back),
+            tuple(played.ends[i] for i in back),
+        )
     )
-    return _in_order(timeline)
+
+
+def _relisted(
+    schedule: Schedule, order: Sequence[int], streams: Sequence[int], sharing: Sharing
+) -> Schedule:
+    """The tasks by an order of priority: what is not ready yet lets others pass."""
+    tasks = [replace(t, stream=s) for t, s in zip(schedule.timeline.tasks, streams, strict=True)]
+    ranks: list[_Rank] = [(0.0, 0, 0)] * len(tasks)
+    for place, number in enumerate(order):
+        ranks[number] = (float(place), 0, 0)
+    return _listed(tasks, sharing, ranks, ())
 
 
 def _respecting(tasks: Sequence[Task], order: Sequence[int]) -> list[int]:

@@ -155,7 +155,8 @@ class _Search:
         tasks, numbers = tasks_of(ops, self.pricing.at(env), env)
         movable = [n for op, n in zip(ops, numbers, strict=True) if self._may_move(op)]
         sharing = self.pricing.sharing
-        found = schedule(tasks, sharing, movable, improve=improve)
+        turns = [_part_of(t, parts) for t in tasks]
+        found = schedule(tasks, sharing, movable, turns, improve=improve)
         return Form(ops, tuple(tasks), tuple(numbers), found, region, parts)
 
     def _may_move(self, op: Op) -> bool:
@@ -222,6 +223,12 @@ def _beside_experts(graph: Graph) -> frozenset[str]:
         and all(i not in before[r] and r not in before[i] for r in routed)
     ]
     return frozenset(ops[i].results[0].name for i in apart if not _is_rows_of_states(ops[i]))
+
+
+def _part_of(task: Task, parts: Parts | None) -> int:
+    """Which part of the rows a task works on: a part goes on before the next one begins."""
+    part = task.name.rpartition("/")[2]
+    return int(part) if parts is not None and part.isdigit() and "/" in task.name else 0
 
 
 def _runs_experts(op: Op) -> bool:
