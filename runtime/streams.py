@@ -6,6 +6,7 @@ demands of the text. On a CPU there are no streams; the order of the text is rig
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -28,11 +29,13 @@ class Issuer:
         self.is_active = device.type == "cuda" and self.num_streams > 1
         # Made once: every step and every captured graph runs on the same few streams.
         count = self.num_streams - 1 if self.is_active else 0
-        self.side_streams = [torch.cuda.Stream(device) for _ in range(count)]
+        make_stream: Any = torch.cuda.Stream
+        make_event: Any = torch.cuda.Event
+        self.side_streams = [make_stream(device) for _ in range(count)]
         self._roots = roots_of(ops)
         self._maker = {v.name: op.results[0].name for op in ops for v in op.results}
         names = {self._event_of(name) for op in ops for name in op.after}
-        self._events = {name: torch.cuda.Event() for name in names} if self.is_active else {}
+        self._events = {name: make_event() for name in names} if self.is_active else {}
 
     def begin(self) -> Iterable[Call]:
         """What a step starts with: the event of what stands in memory before it."""
