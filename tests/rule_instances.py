@@ -30,6 +30,7 @@ TRIALS: dict[str, tuple[Attr, ...]] = {
     "scale": (0.5,),
     "theta": (500.0,),
     "dim": (-1,),
+    "k": (2, 3),
 }
 # What t[*] may be: like the scores of an attention (a mask), like other leading dims, or a number.
 STARS = ("scores", "lead", "scalar")

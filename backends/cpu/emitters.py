@@ -166,6 +166,15 @@ def topk(call: CpuCall) -> None:
     call.builder.add("topk_rows", pointers, [call.rows(x), width, int(call.attrs["k"]), width], [])
 
 
+def route_experts(call: CpuCall) -> None:
+    """The best scores of each row: the group (x) -> (shares, ids) of its rules."""
+    x, names = call.tensor(0), {o.name for o in call.op.body.ops} if call.op.body else set()
+    width, k = x.shape[-1].static, call.op.results[0].tensor.shape[-1].static
+    pointers = [call.result(0), call.result(1), call.pointer(0)]
+    how = [int("sigmoid" in names), int("sum" in names)]
+    call.builder.add("route_rows", pointers, [call.rows(x), width, k, width, *how], [])
+
+
 def experts_parts(pairs: int, num: int, width: int, inner: int) -> tuple[int, ...]:
     """Scratch of `experts`, in bytes: from, place, groups, rows, gate and up, their product."""
     ints = (pairs, pairs, 2 * num + 2)

@@ -3,6 +3,7 @@
 #include "experts.h"
 
 #include <cmath>
+#include <limits>
 
 #include "runtime.h"
 
@@ -14,24 +15,72 @@ inline bool is_better(float value, float other) {
     return value > other || (std::isnan(value) && !std::isnan(other));
 }
 
-// pointers: values, index (i64), x; ints: rows, width, k, x_stride. The k largest of each row,
-// descending; ties go to the lower index.
+// The k largest of x [width], descending, and where they were; ties go to the lower index.
+void choose(const float* x, i64 width, i64 k, float* values, i64* index) {
+    for (i64 i = 0, count = 0; i < width && k > 0; ++i) {
+        if (count == k && !is_better(x[i], values[k - 1])) continue;
+        i64 at = count < k ? count++ : k - 1;
+        for (; at > 0 && is_better(x[i], values[at - 1]); --at) {
+            values[at] = values[at - 1];
+            index[at] = index[at - 1];
+        }
+        values[at] = x[i];
+        index[at] = i;
+    }
+}
+
+// pointers: values, index (i64), x; ints: rows, width, k, x_stride.
 void topk_rows(const Args& a, Context& ctx) {
     const i64 width = a.ints[1], k = a.ints[2];
     each_row(a, ctx, [&](i64 t) {
         const float* x = a.ptr<const float>(2) + t * a.ints[3];
-        float* values = a.ptr<float>(0) + t * k;
-        i64* index = a.ptr<i64>(1) + t * k;
-        for (i64 i = 0, count = 0; i < width && k > 0; ++i) {
-            if (count == k && !is_better(x[i], values[k - 1])) continue;
-            i64 at = count < k ? count++ : k - 1;
-            for (; at > 0 && is_better(x[i], values[at - 1]); --at) {
-                values[at] = values[at - 1];
-                index[at] = index[at - 1];
-            }
-            values[at] = x[i];
-            index[at] = i;
-        }
+        choose(x, width, k, a.ptr<float>(0) + t * k, a.ptr<i64>(1) + t * k);
+    });
+}
+
+void sigmoid_row(const float* x, i64 width, float* y) {
+    for (i64 i = 0; i < width; i += 16)
+        store16_first(y + i, sigmoid16(load16_first(x + i, width - i)), width - i);
+}
+
+// As softmax_rows, but a row of -inf gives zeros.
+void softmax_row(const float* x, i64 width, float* y) {
+    const float lowest = -std::numeric_limits<float>::infinity();
+    f32x16 top = set16(lowest);
+    for (i64 i = 0; i < width; i += 16) top = max16(top, load16_first(x + i, width - i, lowest));
+    const float largest = largest16(top);
+    if (largest == lowest) {
+        for (i64 i = 0; i < width; ++i) y[i] = 0.0f;
+        return;
+    }
+    f32x16 sums = set16(0.0f);
+    for (i64 i = 0; i < width; i += 16) {
+        const f32x16 e = exp16(load16_first(x + i, width - i, lowest) - set16(largest));
+        store16_first(y + i, e, width - i);
+        sums = sums + e;
+    }
+    const f32x16 factor = set16(1.0f / sum16(sums));
+    for (i64 i = 0; i < width; i += 16)
+        store16_first(y + i, load16_first(y + i, width - i) * factor, width - i);
+}
+
+// pointers: shares, index (i64), x; ints: rows, width, k, x_stride, is_sigmoid, is_normed. The k best
+// of each row's softmax or sigmoid, divided by their sum where that is wanted.
+void route_rows(const Args& a, Context& ctx) {
+    const i64 width = a.ints[1], k = a.ints[2];
+    float* const scores = static_cast<float*>(ctx.scratch(width * sizeof(float)));
+    each_row(a, ctx, [&](i64 t) {
+        const float* x = a.ptr<const float>(2) + t * a.ints[3];
+        float* const shares = a.ptr<float>(0) + t * k;
+        if (a.ints[4])
+            sigmoid_row(x, width, scores);
+        else
+            softmax_row(x, width, scores);
+        choose(scores, width, k, shares, a.ptr<i64>(1) + t * k);
+        if (!a.ints[5]) return;
+        float sum = 0.0f;
+        for (i64 j = 0; j < k; ++j) sum += shares[j];
+        for (i64 j = 0; j < k; ++j) shares[j] /= sum;
     });
 }
 
@@ -91,6 +140,7 @@ void experts_sum(const Args& a, Context& ctx) {
 
 const KernelEntry kExpertsKernels[] = {
     {"topk_rows", topk_rows, Share::kRows},
+    {"route_rows", route_rows, Share::kRows},
     {"experts_sort", experts_sort},
     {"experts_sum", experts_sum, Share::kRows},
     {nullptr, nullptr},

@@ -136,6 +136,12 @@ KERNELS: dict[str, Signature] = {
         "",
         "the k largest of each row, descending, and where they were (i64); ties to the lower",
     ),
+    "route_rows": _kernel(
+        "shares index x",
+        "rows width k x_stride is_sigmoid is_normed",
+        "",
+        "the k best of each row's softmax or sigmoid, and where they were (i64); normed: of sum 1",
+    ),
     "experts_sort": _kernel(
         "from place groups ids",
         "pairs k E is_wide",

@@ -208,6 +208,18 @@ def _rows() -> list[Kernel]:
 # --- experts -----------------------------------------------------------------------------------
 
 
+def _scores_first(query: Query) -> str | None:
+    ops = query.op.body.ops if query.op.body else ()
+    names = [o.name for o in ops]
+    shapes = (["topk"], ["topk", "sum", "div"])
+    if names[:1] in (["softmax"], ["sigmoid"]) and names[1:] in shapes:
+        return None
+    return ", ".join(names)
+
+
+SCORES_FIRST = Constraint("softmax or sigmoid, topk and no more than a division", _scores_first)
+
+
 def _experts() -> list[Kernel]:
     made = [
         Kernel(
@@ -217,7 +229,15 @@ def _experts() -> list[Kernel]:
             (CPU, *f32(0), FIXED_WIDTH, dense(0)),
             efficiency=_STREAM,
             binder=CpuBinder(emitters.topk),
-        )
+        ),
+        Kernel(
+            "cpu.route_experts",
+            "route_experts",
+            "cpu",
+            (CPU, *f32(0), SCORES_FIRST, FIXED_WIDTH, dense(0)),
+            efficiency=_STREAM,
+            binder=CpuBinder(emitters.route_experts),
+        ),
     ]
     for function, format_, compute in (
         ("experts_f32", "f32", 0.85),

@@ -18,7 +18,7 @@ HERE: tuple[Constraint, ...] = (device_kind("gpu"), feature("triton"))
 # Groups that rules make and that the emitter takes whole.
 GROUPS = (
     "add_rms_norm", "add_layer_norm", "gather_rms_norm", "gelu_mul_halves", "rope_kv_write",
-    "qk_norm_rope_kv_write", "pointwise",
+    "qk_norm_rope_kv_write", "route_experts", "pointwise",
 )  # fmt: skip
 # Made of nothing but numbers: a launch for them is never worth it on its own.
 _NOT_ALONE = ("full", "iota")
