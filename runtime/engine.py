@@ -8,10 +8,11 @@ import numpy as np
 
 from metainfer.ir.errors import MetainferError
 from metainfer.runtime.chat import Message, encode_chat
+from metainfer.runtime.replicas import Replicas, Round
 from metainfer.runtime.requests import Clock, Completion, Piece, Request
 from metainfer.runtime.runner import StepRunner
 from metainfer.runtime.sampling import SamplingParams, sample
-from metainfer.runtime.scheduler import Batch, PoolCapacity, Scheduler, build_step
+from metainfer.runtime.scheduler import PoolCapacity
 from metainfer.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -37,15 +38,15 @@ class Counters:
     decode_tokens: int = 0
     decode_us: float = 0.0
 
-    def add(self, batch: Batch, duration_us: float) -> None:
+    def add(self, done: Round, duration_us: float) -> None:
         """Count a step."""
-        if batch.phase == "prefill":
+        if done.phase == "prefill":
             self.prefill_steps += 1
-            self.prefill_tokens += batch.num_tokens
+            self.prefill_tokens += done.num_tokens
             self.prefill_us += duration_us
         else:
             self.decode_steps += 1
-            self.decode_tokens += batch.num_tokens
+            self.decode_tokens += done.num_tokens
             self.decode_us += duration_us
 
 
@@ -86,7 +87,7 @@ class Engine:
         self.end_ids = frozenset(default if end_ids is None else end_ids)
         self.counters = Counters()
         self._clock = clock
-        self._scheduler = Scheduler(runner)
+        self._replicas = Replicas(runner)
         self._num_requests = 0
 
     @property
@@ -97,12 +98,12 @@ class Engine:
     @property
     def capacity(self) -> PoolCapacity:
         """What fits into the states at once."""
-        return self._scheduler.capacity
+        return self._replicas.capacity
 
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
-        return self._scheduler.has_work
+        return self._replicas.has_work
 
     # --- whole answers ---------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class Engine:
         requests = self._requests(prompts, SamplingParams() if params is None else params)
         try:
             for request in requests:
-                self._scheduler.submit(request)
+                self._replicas.submit(request)
             while not all(r.is_done for r in requests):
                 self._advance(requests)
         finally:
@@ -166,7 +167,7 @@ class Engine:
         Raises: MetainferError and CapacityError as `generate`.
         """
         request = self._request(prompt, params or SamplingParams())
-        self._scheduler.submit(request)
+        self._replicas.submit(request)
         return request
 
     def step(self) -> tuple[Request, ...]:
@@ -175,37 +176,36 @@ class Engine:
         Raises: whatever the step raised. Its requests have it as their ``error`` and their pages
             are free; all others are untouched and go on with the next step.
         """
-        batch = self._scheduler.next_batch()
-        return () if batch is None else self._execute(batch)
+        found = self._replicas.next_round()
+        return () if found is None else self._execute(found)
 
     def cancel(self, request: Request) -> None:
         """Drop a request and free its pages; one that is done is left as it is."""
         request.is_cancelled = not request.is_done or request.is_cancelled
-        self._scheduler.remove(request)
+        self._replicas.remove(request)
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _execute(self, batch: Batch) -> tuple[Request, ...]:
+    def _execute(self, todo: Round) -> tuple[Request, ...]:
         began = self._clock()
         try:
-            sampled = self._run(batch)
+            sampled = self._run(todo)
         except BaseException as error:
-            for chunk in batch.chunks:
+            for chunk in todo.chunks:
                 self._fail(chunk.request, error)
             raise
         for request in sampled:
             if request.is_done:
-                self._scheduler.remove(request)
-        self.counters.add(batch, (self._clock() - began) * 1e6)
+                self._replicas.remove(request)
+        self.counters.add(todo, (self._clock() - began) * 1e6)
         return sampled
 
-    def _run(self, batch: Batch) -> tuple[Request, ...]:
-        tokens, step = build_step(batch, self._scheduler.pages)
-        for chunk in batch.chunks:
+    def _run(self, todo: Round) -> tuple[Request, ...]:
+        for chunk in todo.chunks:
             chunk.request.start()
-        logits = self.runner.run(batch.phase, tokens, step)
-        sampled = tuple(c.request for c in batch.chunks if c.is_sampled)
-        for chunk in batch.chunks:
+        logits = self._replicas.run(todo)
+        sampled = tuple(c.request for c in todo.chunks if c.is_sampled)
+        for chunk in todo.chunks:
             chunk.request.computed = chunk.end
         if not sampled:
             return ()
@@ -213,7 +213,7 @@ class Engine:
         if logits.shape != wanted:
             raise MetainferError(
                 f"the runner returned logits of shape {list(logits.shape)}, wanted {list(wanted)}",
-                origin=f"{batch.phase} step of plan {self.plan_hash}",
+                origin=f"{todo.phase} step of plan {self.plan_hash}",
             )
         ids = sample(logits, [r.params for r in sampled], [r.generator for r in sampled])
         for request, token in zip(sampled, ids.tolist(), strict=True):
@@ -224,17 +224,17 @@ class Engine:
         # A request can have ended in this very step, before another one failed.
         if request.finish_reason is None:
             request.error = error
-        self._scheduler.remove(request)
+        self._replicas.remove(request)
 
     def _advance(self, own: Sequence[Request]) -> None:
         """Run a step; raise what ended one of these requests, in this step or an earlier one."""
         failed = next((r.error for r in own if r.error is not None), None)
         if failed is not None:
             raise failed
-        batch = self._scheduler.next_batch()
-        assert batch is not None
+        found = self._replicas.next_round()
+        assert found is not None
         try:
-            self._execute(batch)
+            self._execute(found)
         except Exception:
             # A step of other requests alone: whoever waits for those meets their error.
             if any(r.error is not None for r in own):
@@ -242,7 +242,7 @@ class Engine:
 
     def _pieces(self, request: Request) -> Generator[Piece, None, None]:
         try:
-            self._scheduler.submit(request)
+            self._replicas.submit(request)
             while True:
                 text, tokens = request.take()
                 if request.finish_reason is not None:
@@ -288,7 +288,7 @@ class Engine:
         tokens = self._ids(prompt)
         self._num_requests += 1
         request = Request(self._num_requests, tokens, params, self.tokenizer, self._clock)
-        self._scheduler.check(request)
+        self._replicas.check(request)
         return request
 
     def _ids(self, prompt: Prompt) -> list[int]:

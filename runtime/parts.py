@@ -7,11 +7,10 @@ down through ops that work element by element, so that only that part is read an
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from metainfer.ir.dtypes import BlockArray
+from metainfer.ir.dtypes import Block, BlockArray
 from metainfer.ir.graph import Op
 from metainfer.ir.ops.collective import block_extent, rows_of
 from metainfer.ir.ops.record import Array
-from metainfer.ir.types import TensorType
 
 # (start, stop) by dim; dims that are not named are whole.
 Region = Mapping[int, tuple[int, int]]
@@ -43,18 +42,18 @@ def needed_region(op: Op, region: Region) -> Region | None:
     """
     if op.name not in _ELEMENTWISE:
         return None
-    types = (op.operands[0].tensor, op.result.tensor)
-    return {dim: _whole_blocks(types, dim, bounds) for dim, bounds in region.items()}
+    return {dim: _whole_blocks(op, dim, bounds) for dim, bounds in region.items()}
 
 
-def _whole_blocks(
-    types: Sequence[TensorType], dim: int, bounds: tuple[int, int]
-) -> tuple[int, int]:
+def _whole_blocks(op: Op, dim: int, bounds: tuple[int, int]) -> tuple[int, int]:
     start, stop = bounds
-    for type_ in types:
-        extent = block_extent(type_, dim) or 1
-        start = start // extent * extent
-        stop = min(-(-stop // extent) * extent, type_.shape[dim].static)
+    for type_ in (op.operands[0].tensor, op.result.tensor):
+        extent, size = block_extent(type_, dim), type_.shape[dim].static
+        if op.name == "quantize" and isinstance(type_.dtype, Block) and extent == 0:
+            # Its scale is that of the whole dim, of which every part keeps a copy.
+            extent = size
+        extent = extent or 1
+        start, stop = start // extent * extent, min(-(-stop // extent) * extent, size)
     return start, stop
 
 

@@ -4,13 +4,126 @@ All replicas run the same phase in a step, at the same sizes: their tokens meet 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from metainfer.runtime.scheduler import pad_step
+from metainfer.runtime.requests import Request
+from metainfer.runtime.runner import ReplicaRunner, StepRunner
+from metainfer.runtime.scheduler import (
+    Batch,
+    Chunk,
+    Phase,
+    PoolCapacity,
+    Scheduler,
+    build_step,
+    pad_step,
+)
 
 # Tokens of a step and its record.
 Given = tuple[np.ndarray, Mapping[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one step computes on all replicas.
+
+    Attributes:
+        phase: of all of them.
+        batches: of each, None where it idles.
+    """
+
+    phase: Phase
+    batches: tuple[Batch | None, ...]
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of all replicas."""
+        return tuple(c for batch in self.batches if batch is not None for c in batch.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, padding apart."""
+        return sum(c.count for c in self.chunks)
+
+
+class Replicas:
+    """The queues of all replicas.
+
+    A request goes to the replica that has the least to do, and stays there.
+
+    Args:
+        runner: executes the steps; one replica unless it says otherwise.
+
+    Attributes:
+        schedulers: one for each replica.
+    """
+
+    def __init__(self, runner: StepRunner) -> None:
+        count = runner.num_replicas if isinstance(runner, ReplicaRunner) else 1
+        self._runner = runner
+        self.schedulers = tuple(Scheduler(runner) for _ in range(count))
+        self._last: Phase = "decode"
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return any(s.has_work for s in self.schedulers)
+
+    @property
+    def capacity(self) -> PoolCapacity:
+        """What fits into the states of all replicas at once; a sequence lies in one of them."""
+        one, count = self.schedulers[0].capacity, len(self.schedulers)
+        return PoolCapacity(
+            one.tokens * count, one.context, one.sequences * count, one.pinned_tokens
+        )
+
+    def check(self, request: Request) -> None:
+        """Make sure that a request can ever run. Raises: CapacityError with the numbers."""
+        self.schedulers[0].check(request)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises: CapacityError if it can never run."""
+        min(self.schedulers, key=lambda s: s.load).submit(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that ended or is not wanted any more, and free its pages."""
+        for scheduler in self.schedulers:
+            scheduler.remove(request)
+
+    def next_round(self) -> Round | None:
+        """Return what the next step computes, None if there is nothing to do.
+
+        Phases alternate while both are wanted by any replica.
+        """
+        wanted = frozenset[Phase]().union(*(s.admit() for s in self.schedulers))
+        if not wanted:
+            return None
+        is_turn = self._last == "decode" or "decode" not in wanted
+        self._last = "prefill" if "prefill" in wanted and is_turn else "decode"
+        return Round(self._last, tuple(s.batch(self._last) for s in self.schedulers))
+
+    def run(self, round_: Round) -> np.ndarray:
+        """Execute a step; logits of the sampled rows of all replicas, one behind the other.
+
+        Where no prompt of a replica is complete its last row is sampled, and left out here.
+        """
+        steps = [
+            None if batch is None else build_step(batch, scheduler.pages)
+            for batch, scheduler in zip(round_.batches, self.schedulers, strict=True)
+        ]
+        if isinstance(self._runner, ReplicaRunner):
+            found = self._runner.run_together(round_.phase, steps)
+        else:
+            found = [self._runner.run(round_.phase, *one) for one in steps if one is not None]
+        kept = [
+            logits
+            for logits, batch in zip(found, round_.batches, strict=True)
+            if batch is not None and any(c.is_sampled for c in batch.chunks)
+        ]
+        if len(kept) == 1:
+            return kept[0]
+        return np.concatenate(kept) if kept else np.empty((0, self._runner.vocab_size), np.float32)
 
 
 def alike(steps: Sequence[Given | None]) -> list[Given]:

@@ -1,7 +1,7 @@
 """What the engine needs of whatever executes a plan."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -37,4 +37,21 @@ class StepRunner(Protocol):
 
         Shapes: tokens int32 [T] -> logits float32 [R, V].
         """
+        ...
+
+
+@runtime_checkable
+class ReplicaRunner(StepRunner, Protocol):
+    """A step runner of several replicas, each with states of its own.
+
+    Attributes:
+        num_replicas: how many; limits and pages are those of one.
+    """
+
+    num_replicas: int
+
+    def run_together(
+        self, phase: str, steps: Sequence[tuple[np.ndarray, Mapping[str, np.ndarray]] | None]
+    ) -> list[np.ndarray]:
+        """Execute one step on every replica; None lets one idle. Shapes: as `run` for each."""
         ...

@@ -100,7 +100,10 @@ class PoolCapacity:
 
 
 class Scheduler:
-    """Queues of waiting and running requests, and the pages of those that run."""
+    """Queues of waiting and running requests of one replica, and the pages of those that run.
+
+    Which phase is next is decided for all replicas together: `runtime.replicas`.
+    """
 
     def __init__(self, runner: StepRunner) -> None:
         self.pages = PageAllocator(runner.num_pages, runner.page_size)
@@ -109,7 +112,6 @@ class Scheduler:
         self._max_context = runner.max_context
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._last: Phase = "decode"
 
     @property
     def has_work(self) -> bool:
@@ -161,18 +163,29 @@ class Scheduler:
         request.queue()
         self._waiting.append(request)
 
-    def next_batch(self) -> Batch | None:
-        """Return what the next step computes, None if there is nothing to do."""
-        self._admit()
-        if not self._running:
-            return None
-        prefilling = [r for r in self._running if r.is_prefilling]
-        decoding = [r for r in self._running if not r.is_prefilling]
-        if prefilling and (self._last == "decode" or not decoding):
-            self._last = "prefill"
-            return Batch("prefill", self._fill(prefilling))
-        self._last = "decode"
-        return Batch("decode", tuple(Chunk(r, r.computed, 1) for r in decoding))
+    @property
+    def load(self) -> int:
+        """Tokens that its requests may come to hold: what is still to be done, roughly."""
+        return sum(r.most_tokens for r in (*self._waiting, *self._running))
+
+    def admit(self) -> frozenset[Phase]:
+        """Let requests in that fit; returns the phases for which there is work now."""
+        while self._waiting and len(self._running) < self._max_sequences:
+            request = self._waiting[0]
+            if not self.pages.fits(request.most_tokens):
+                break
+            self.pages.allocate(request.number, request.most_tokens)
+            self._running.append(self._waiting.popleft())
+        return frozenset("prefill" if r.is_prefilling else "decode" for r in self._running)
+
+    def batch(self, phase: Phase) -> Batch | None:
+        """What a step of that phase computes, None if there is nothing to do."""
+        if phase == "prefill":
+            chunks = self._fill([r for r in self._running if r.is_prefilling])
+        else:
+            decoding = (r for r in self._running if not r.is_prefilling)
+            chunks = tuple(Chunk(r, r.computed, 1) for r in decoding)
+        return Batch(phase, chunks) if chunks else None
 
     def remove(self, request: Request) -> None:
         """Forget a request that ended or is not wanted any more, and free its pages."""
@@ -181,14 +194,6 @@ class Scheduler:
             self.pages.free(request.number)
         elif request in self._waiting:
             self._waiting.remove(request)
-
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_sequences:
-            request = self._waiting[0]
-            if not self.pages.fits(request.most_tokens):
-                return
-            self.pages.allocate(request.number, request.most_tokens)
-            self._running.append(self._waiting.popleft())
 
     def _fill(self, prefilling: list[Request]) -> tuple[Chunk, ...]:
         chunks: list[Chunk] = []

@@ -5,7 +5,7 @@ little beside what it costs to find out in answers.
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from metainfer.backends.kernel import Kernel
 from metainfer.backends.ranks.context import current
-from metainfer.backends.ranks.meeting import last_meeting, overdue
+from metainfer.backends.ranks.meeting import meeting
 from metainfer.backends.registry import Backends
 from metainfer.backends.torch.call import TorchBinder, TorchCall
 from metainfer.backends.torch.tensors import to_torch, torch_dtype
@@ -30,6 +30,7 @@ from metainfer.runtime.ranks import Ranks
 LIMIT_S = 10.0
 # Larger steps are cut: what goes wrong does so at a few megabytes too.
 _MOST_ELEMENTS = 1 << 20
+_LINK_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -104,54 +105,96 @@ def _bounded(
 
 
 def self_test(ranks: Ranks, modules: Iterable[Module], backends: Backends) -> None:
-    """Run every trial, and compare notes with all ranks.
+    """Run every trial; all ranks stop at the first one that fails on any of them.
 
-    Raises: RankError on all ranks that names op, algorithm and rank where numbers are wrong, or on
-        those that waited in vain.
+    Raises: RankError on all ranks that names op, algorithm and rank.
     """
-    wrong = [said for trial in trials(modules) if (said := _run(ranks, trial, backends))]
-    notes: list[list[str]] = [[] for _ in range(ranks.layout.num_ranks)]
-    dist.all_gather_object(notes, wrong, group=ranks.control)
-    lines = [f"rank {rank}: {line}" for rank, said in enumerate(notes) for line in said]
-    if lines:
-        raise RankError(
-            "collectives of this plan give wrong numbers on this machine",
-            text="\n".join(lines[:10]),
-            advice="compile again with --forbid KERNEL for those named; GPUs: data that is damaged "
-            "without an error comes from P2P under an IOMMU: NCCL_P2P_DISABLE=1",
-        )
+    found = trials(modules)
+    everybody = tuple(range(ranks.layout.num_ranks))
+    with meeting("the self-test's agreement", ranks.rank, everybody, LIMIT_S):
+        said = _limited("passing activations on", lambda: _links(ranks))
+        if _most(ranks, int(bool(said))):
+            raise _failure(ranks, said)
+        # Stages have trials of their own, the agreement is over all ranks.
+        for number in range(_most(ranks, len(found))):
+            said = _run(ranks, found[number], backends) if number < len(found) else ""
+            # NOTE: going on with ranks out of step would mix up messages of different sizes.
+            if _most(ranks, int(bool(said))):
+                raise _failure(ranks, said)
+
+
+def _most(ranks: Ranks, number: int) -> int:
+    """The largest of all ranks' numbers."""
+    held = torch.tensor([number], dtype=torch.int32)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX, group=ranks.control)
+    return int(held.item())
+
+
+def _failure(ranks: Ranks, said: str) -> RankError:
+    notes: list[str] = [""] * ranks.layout.num_ranks
+    dist.all_gather_object(notes, said, group=ranks.control)
+    lines = [f"rank {rank}: {note}" for rank, note in enumerate(notes) if note]
+    return RankError(
+        "a collective of this plan does not work on this machine",
+        text="\n".join(lines[:10]),
+        advice="compile again with --forbid KERNEL for the one named; GPUs: peer copies that hang "
+        "or damage data come from ACS or an IOMMU: try NCCL_P2P_DISABLE=1",
+    )
 
 
 def _run(ranks: Ranks, trial: Trial, backends: Backends) -> str:
-    """What is wrong with an algorithm, "" if nothing is.
-
-    Raises: RankError if it does not end in time.
-    """
+    """What is wrong with an algorithm, "" if nothing is."""
     kernel = backends.kernels.get(trial.kernel)
-    outcome: list[str | BaseException] = []
+    return _limited(str(trial), lambda: _attempt(ranks, trial, kernel))
 
-    def attempt() -> None:
+
+def _limited(what: str, attempt: Callable[[], str]) -> str:
+    """What an attempt says, or that it raised, or did not end in time."""
+    outcome: list[str] = []
+
+    def run() -> None:
         try:
-            outcome.append(_attempt(ranks, trial, kernel))
-        except BaseException as error:
-            outcome.append(error)
+            outcome.append(attempt())
+        except Exception as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            outcome.append(f"{what}: {lines[0]}")
 
     # A thread of its own: one that hangs in a transport cannot be interrupted, only left behind.
-    worker = threading.Thread(target=attempt, daemon=True)
+    worker = threading.Thread(target=run, daemon=True)
     worker.start()
     worker.join(LIMIT_S)
-    if not outcome:
-        raise overdue(f"the self-test of {trial} ({last_meeting()})", ranks.rank, LIMIT_S)
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+    return outcome[0] if outcome else f"{what}: it did not end within {LIMIT_S:g} s"
+
+
+def _links(ranks: Ranks) -> str:
+    """Pass a pattern from stage to stage."""
+    _use(ranks.device)
+    size = ranks.layout.stage_ranks
+    if ranks.before is not None:
+        peer = ranks.rank - size
+        got = torch.zeros(_LINK_ELEMENTS, dtype=torch.int32, device=ranks.device)
+        dist.recv(got, src=peer, group=ranks.before)
+        if not torch.equal(got.cpu(), _numbered(peer)):
+            return f"what rank {peer} passed on arrived damaged"
+    if ranks.after is not None:
+        dist.send(_numbered(ranks.rank).to(ranks.device), dst=ranks.rank + size, group=ranks.after)
+    return ""
+
+
+def _numbered(rank: int) -> torch.Tensor:
+    return torch.arange(rank, rank + _LINK_ELEMENTS, dtype=torch.int32)
+
+
+def _use(device: torch.device) -> None:
+    """A thread begins on device 0."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _attempt(ranks: Ranks, trial: Trial, kernel: Kernel) -> str:
     if not isinstance(kernel.binder, TorchBinder):
         raise PlanError(f"kernel {kernel.name} is no algorithm of a collective")
-    if ranks.device.type == "cuda":
-        torch.cuda.set_device(ranks.device)
+    _use(ranks.device)
     axis = str(trial.op.attr["axis"])
     own, peers = current().numbers[axis], len(current().peers[axis])
     parts = [pattern(trial, number) for number in range(peers)]

@@ -13,7 +13,7 @@ from metainfer.ir.dtypes import MXFP4, MXFP8
 from metainfer.ir.errors import HardwareError
 
 NAMES = (
-    *("cpu", "2xcpu", "1xh200", "2xh200", "2xh200-nop2p", "8xpcie"),
+    *("cpu", "2xcpu", "8xcpu", "1xh200", "2xh200", "2xh200-nop2p", "8xpcie"),
     *("8xpro6000", "8xl20", "8x4090", "8xh20", "8xb300"),
 )
 

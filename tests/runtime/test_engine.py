@@ -21,7 +21,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 def is_clean(engine: Engine) -> bool:
-    pages = engine._scheduler.pages
+    pages = engine._replicas.schedulers[0].pages
     return not engine.has_work and pages.num_taken == 0 and pages.num_free == pages.num_pages - 1
 
 

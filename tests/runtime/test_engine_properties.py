@@ -131,7 +131,7 @@ def test_batching_and_chunking_change_no_answer(mix: Mix) -> None:
         assert (answer.text, list(answer.token_ids), answer.finish_reason) == alone(asked)
         assert answer.generated_tokens == len(answer.token_ids)
         assert answer.prompt_tokens == len(asked.prompt)
-    pages = played.engine._scheduler.pages
+    pages = played.engine._replicas.schedulers[0].pages
     assert (pages.num_taken, pages.num_free) == (0, pages.num_pages - 1)
     # Every token but the last of each answer is written, and once.
     assert played.runner.num_writes == sum(len(r.tokens) - 1 for r in played.requests)
@@ -168,5 +168,5 @@ def test_dropped_requests_disturb_nobody(mix: Mix) -> None:
             assert got == tokens[: len(got)]
         else:
             assert (got, request.finish_reason) == (tokens, reason)
-    pages = played.engine._scheduler.pages
+    pages = played.engine._replicas.schedulers[0].pages
     assert (pages.num_taken, pages.num_free) == (0, pages.num_pages - 1)

@@ -7,14 +7,21 @@ from hypothesis import strategies as st
 from step_runners import SMALL, HashRunner, InterpretedRunner
 
 from metainfer.ir.errors import CapacityError, MetainferError
+from metainfer.runtime.replicas import Replicas
 from metainfer.runtime.requests import Request
 from metainfer.runtime.sampling import SamplingParams
-from metainfer.runtime.scheduler import Batch, Scheduler, build_step, pad_step
+from metainfer.runtime.scheduler import Batch, build_step, pad_step
 
 
 def request(number: int, prompt: int, max_tokens: int = 4) -> Request:
     tokens = [(number + i) % 20 for i in range(prompt)]
     return Request(number, tokens, SamplingParams(max_tokens=max_tokens), None, time.perf_counter)
+
+
+def next_batch(queues: Replicas) -> Batch | None:
+    """The only replica's part of the next step."""
+    found = queues.next_round()
+    return None if found is None else found.batches[0]
 
 
 def play(batch: Batch) -> None:
@@ -32,12 +39,12 @@ def plan_of(batch: Batch | None) -> tuple[str, list[tuple[int, int, int]]]:
 
 
 def test_prompts_share_a_step_and_the_last_is_cut() -> None:
-    scheduler = Scheduler(HashRunner(max_tokens=8))
+    scheduler = Replicas(HashRunner(max_tokens=8))
     for number, prompt in ((1, 3), (2, 9), (3, 2)):
         scheduler.submit(request(number, prompt))
     seen = []
     for _ in range(5):
-        batch = scheduler.next_batch()
+        batch = next_batch(scheduler)
         seen.append(plan_of(batch))
         assert batch is not None
         play(batch)
@@ -52,24 +59,24 @@ def test_prompts_share_a_step_and_the_last_is_cut() -> None:
 
 def test_admission_is_in_order_and_waits_for_pages() -> None:
     # 4 pages of 4 tokens; a request of 7 + 2 - 1 tokens takes 2 of them.
-    scheduler = Scheduler(HashRunner(num_pages=5, max_context=16))
+    scheduler = Replicas(HashRunner(num_pages=5, max_context=16))
     first, large, small = request(1, 7, 2), request(2, 12, 2), request(3, 1, 1)
     for one in (first, large, small):
         scheduler.submit(one)
-    assert plan_of(scheduler.next_batch())[1] == [(1, 0, 7)]
-    assert scheduler.pages.num_free == 2
+    assert plan_of(next_batch(scheduler))[1] == [(1, 0, 7)]
+    assert scheduler.schedulers[0].pages.num_free == 2
     scheduler.remove(first)
-    assert plan_of(scheduler.next_batch())[1] == [(2, 0, 12)]
+    assert plan_of(next_batch(scheduler))[1] == [(2, 0, 12)]
     scheduler.remove(large)
     scheduler.remove(small)
     scheduler.remove(small)
     assert not scheduler.has_work
-    assert scheduler.next_batch() is None
-    assert scheduler.pages.num_free == 4
+    assert next_batch(scheduler) is None
+    assert scheduler.schedulers[0].pages.num_free == 4
 
 
 def test_a_request_that_never_fits_is_refused_with_numbers() -> None:
-    by_context = Scheduler(HashRunner(max_context=10))
+    by_context = Replicas(HashRunner(max_context=10))
     by_context.submit(request(1, 6, 5))
     with pytest.raises(CapacityError) as caught:
         by_context.submit(request(1, 6, 6))
@@ -82,29 +89,29 @@ def test_a_request_that_never_fits_is_refused_with_numbers() -> None:
         assert words in str(caught.value)
     with pytest.raises(CapacityError, match="the prompt is longer than the capacity: 11 tokens"):
         by_context.submit(request(1, 11, 1))
-    by_pages = Scheduler(HashRunner(num_pages=3, page_size=4))
+    by_pages = Replicas(HashRunner(num_pages=3, page_size=4))
     with pytest.raises(CapacityError, match="the 8 tokens of all 2 pages"):
         by_pages.submit(request(1, 8, 2))
     assert not by_pages.has_work
 
 
 def test_capacity_tells_when_pages_are_too_large() -> None:
-    good = Scheduler(HashRunner(page_size=4, num_pages=65)).capacity
+    good = Replicas(HashRunner(page_size=4, num_pages=65)).capacity
     assert (good.tokens, good.context, good.sequences, good.pinned_tokens) == (256, 64, 4, 4)
     assert not good.is_wasteful
     # The field's case: pages of 7,808 tokens.
-    bad = Scheduler(HashRunner(page_size=7808, num_pages=11)).capacity
+    bad = Replicas(HashRunner(page_size=7808, num_pages=11)).capacity
     assert bad.pinned_share == pytest.approx(0.1)
     assert bad.is_wasteful
 
 
 def test_the_record_of_a_step_of_two_sequences() -> None:
-    scheduler = Scheduler(HashRunner(max_tokens=8, page_size=4))
+    scheduler = Replicas(HashRunner(max_tokens=8, page_size=4))
     scheduler.submit(request(1, 3))
     scheduler.submit(request(2, 9))
-    batch = scheduler.next_batch()
+    batch = next_batch(scheduler)
     assert batch is not None
-    tokens, step = build_step(batch, scheduler.pages)
+    tokens, step = build_step(batch, scheduler.schedulers[0].pages)
     assert tokens.tolist() == [1, 2, 3, 2, 3, 4, 5, 6]
     assert {name: array.tolist() for name, array in step.items()} == {
         "positions": [0, 1, 2, 0, 1, 2, 3, 4],
@@ -119,22 +126,22 @@ def test_the_record_of_a_step_of_two_sequences() -> None:
 
 
 def test_a_step_that_ends_no_prompt_samples_its_last_row() -> None:
-    scheduler = Scheduler(HashRunner(max_tokens=4))
+    scheduler = Replicas(HashRunner(max_tokens=4))
     scheduler.submit(request(1, 9))
-    batch = scheduler.next_batch()
+    batch = next_batch(scheduler)
     assert batch is not None
     assert not batch.chunks[0].is_sampled
-    assert build_step(batch, scheduler.pages)[1]["sample_rows"].tolist() == [3]
+    assert build_step(batch, scheduler.schedulers[0].pages)[1]["sample_rows"].tolist() == [3]
 
 
 def some_step(page_size: int = 4) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     sizes = {"max_tokens": 8, "page_size": page_size, "num_pages": 16}
-    scheduler = Scheduler(HashRunner(**sizes))
+    scheduler = Replicas(HashRunner(**sizes))
     scheduler.submit(request(1, 3))
     scheduler.submit(request(2, 5))
-    batch = scheduler.next_batch()
+    batch = next_batch(scheduler)
     assert batch is not None
-    return build_step(batch, scheduler.pages)
+    return build_step(batch, scheduler.schedulers[0].pages)
 
 
 def test_padding_keeps_what_was_there() -> None:

@@ -1,28 +1,34 @@
 """`metainfer bench`: measured speed beside what the plan predicts and the roofline."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from metainfer.cli.options import (
     Json,
     Mismatch,
+    Nproc,
     OtherCheckpoint,
     PlanPath,
     Threads,
+    TimeLimit,
     TraceFile,
     WeightsPath,
     check_plan_path,
 )
 from metainfer.cli.output import print_json, print_table, progress, show_rate, show_seconds
+from metainfer.cli.ranks import as_rank, start_ranks, starts_ranks
 from metainfer.ir.errors import MetainferError
 
 if TYPE_CHECKING:
     from metainfer.cli.measure import Measurement
     from metainfer.runtime.load import LoadedModel
+    from metainfer.runtime.trace import TraceEvent
 
 
 def bench(
+    ctx: typer.Context,
     plan: PlanPath,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="length of each prompt")] = 512,
     new_tokens: Annotated[int, typer.Option(min=2, help="tokens to generate for each")] = 64,
@@ -34,6 +40,8 @@ def bench(
     ] = None,
     trace: TraceFile = None,
     threads: Threads = 0,
+    nproc: Nproc = None,
+    time_limit: TimeLimit = 60.0,
     weights: WeightsPath = None,
     allow_machine_mismatch: Mismatch = False,
     allow_checkpoint_mismatch: OtherCheckpoint = False,
@@ -48,24 +56,25 @@ def bench(
     """
     check_plan_path(plan)
     sizes = _read_sizes(size)
-    with progress(f"bench {plan}") as show:
+    if starts_ranks(plan, nproc):
+        start_ranks(ctx, plan)
+        return
+    with as_rank(), progress(f"bench {plan}") as show:
         show("loading")
-        from metainfer.cli.measure import bench_language_model, bench_module, traced_run
         from metainfer.runtime.load import load
 
         model = load(
             plan, weights, allow_machine_mismatch=allow_machine_mismatch,
             allow_checkpoint_mismatch=allow_checkpoint_mismatch, num_threads=threads,
+            time_limit_s=time_limit,
         )  # fmt: skip
-        if model.is_language_model:
-            if sizes:
-                raise MetainferError("--size is for modules", advice="give --prompt-tokens")
-            found = bench_language_model(model, prompt_tokens, new_tokens, batch, repeat, show)
-        else:
-            found = bench_module(model, sizes, repeat, show)
-        if trace is not None:
-            show("tracing one more run")
-        events = traced_run(model, prompt_tokens, new_tokens, batch, sizes) if trace else []
+        with model:
+            model.follow()
+            if not model.is_leader:
+                return
+            given = _Load(prompt_tokens, new_tokens, batch)
+            found = _measured(model, given, sizes, repeat, show)
+            events = _traced(model, given, sizes, show) if trace is not None else []
     if as_json:
         print_json(_plain(model, found))
     else:
@@ -74,6 +83,36 @@ def bench(
         from metainfer.cli.tracing import save_trace
 
         save_trace(model, events, trace)
+
+
+class _Load(NamedTuple):
+    """What a language model is measured with."""
+
+    prompt_tokens: int
+    new_tokens: int
+    batch: int
+
+
+def _measured(
+    model: "LoadedModel", load: _Load, sizes: dict[str, int], repeat: int,
+    show: Callable[[str], None],
+) -> "list[Measurement]":  # fmt: skip
+    from metainfer.cli.measure import bench_language_model, bench_module
+
+    if not model.is_language_model:
+        return bench_module(model, sizes, repeat, show)
+    if sizes:
+        raise MetainferError("--size is for modules", advice="give --prompt-tokens")
+    return bench_language_model(model, *load, repeat, show)
+
+
+def _traced(
+    model: "LoadedModel", load: _Load, sizes: dict[str, int], show: Callable[[str], None]
+) -> "list[TraceEvent]":
+    from metainfer.cli.measure import traced_run
+
+    show("tracing one more run")
+    return traced_run(model, *load, sizes)
 
 
 def _read_sizes(texts: list[str] | None) -> dict[str, int]:
@@ -95,6 +134,7 @@ def _plain(model: "LoadedModel", found: "list[Measurement]") -> dict[str, Any]:
         "plan_hash": model.plan_hash,
         "model": model.plan.meta["model"]["name"],
         "machine": model.machine.name,
+        "ranks": model.plan.layout.num_ranks,
         "threads": torch.get_num_threads(),
         "measurements": [
             {**asdict(m), "median_seconds": m.median_seconds, "per_second": m.per_second}
@@ -106,9 +146,11 @@ def _plain(model: "LoadedModel", found: "list[Measurement]") -> dict[str, Any]:
 def _print(model: "LoadedModel", found: "list[Measurement]") -> None:
     import torch
 
-    name = model.plan.meta["model"]["name"]
+    name, layout = model.plan.meta["model"]["name"], model.plan.layout
+    ranks = f", {layout.num_ranks} ranks ({layout}) of" if layout.num_ranks > 1 else ","
     typer.echo(
-        f"{name} on {model.machine.name}, {torch.get_num_threads()} threads, plan {model.plan_hash}"
+        f"{name} on {model.machine.name}{ranks} {torch.get_num_threads()} threads, "
+        f"plan {model.plan_hash}"
     )
     head = ("phase", "what", "measured", "range", "a step", "predicted", "roofline", "reached")
     rows = [_row(m) for m in found]

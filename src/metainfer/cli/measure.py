@@ -84,9 +84,10 @@ def bench_language_model(
 
     Raises: CapacityError if the plan does not hold the workload.
     """
-    if batch > model.max_sequences:
+    most = model.max_sequences * model.plan.layout.dp
+    if batch > most:
         raise CapacityError(
-            f"a batch of {batch}, the plan holds {model.max_sequences} sequences",
+            f"a batch of {batch}, the plan holds {most} sequences",
             advice="compile with larger --max-sequences",
         )
     rng = np.random.default_rng()
@@ -162,14 +163,29 @@ def _measurement(model: LoadedModel, phase: str, what: str, runs: Sequence[_Phas
 def _predicted(
     model: LoadedModel, phase: str, steps: Sequence[Mapping[str, int]]
 ) -> tuple[float, float]:
-    module, machine = model.plan.module(phase), model.machine
-    cache: dict[tuple[int, ...], dict[str, Any]] = {}
+    """Predicted time of steps, and their roofline: a step passes all stages one after another."""
+    cache: dict[tuple[int, ...], list[dict[str, Any]]] = {}
     for env in steps:
         key = tuple(env.values())
         if key not in cache:
-            cache[key] = predict_step(module, machine, installed(), env)
-    rows = [cache[tuple(env.values())] for env in steps]
+            cache[key] = _predicted_stages(model, phase, env)
+    rows = [row for env in steps for row in cache[tuple(env.values())]]
     return sum(r["seconds"] for r in rows), sum(r["roofline_seconds"] for r in rows)
+
+
+def _predicted_stages(
+    model: LoadedModel, phase: str, env: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    layout = model.plan.layout
+    # Replicas share the sequences, as evenly as they can.
+    shared = {name: -(-size // layout.dp) if name != "P" else size for name, size in env.items()}
+    return [
+        predict_step(
+            model.plan.module(phase, stage), model.machine, installed(), shared,
+            stage * layout.stage_ranks,
+        )
+        for stage in range(layout.pp)
+    ]  # fmt: skip
 
 
 # --- modules -----------------------------------------------------------------------------------

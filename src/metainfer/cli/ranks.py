@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # A rank that only noticed that another failed lets that one be heard first.
 _ECHO_WAIT_S = 1.0
+_SHUTDOWN_S = 3
 
 
 def own_rank() -> int | None:
@@ -89,6 +90,9 @@ def start_ranks(ctx: typer.Context, plan: Path) -> None:
             rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
             max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(log_dir=folder),
         )  # fmt: skip
+        if hasattr(config, "shutdown_timeout"):
+            # Newer torch: how long a rank that does not end when told to is waited for.
+            config.shutdown_timeout = _SHUTDOWN_S
         command = ("-m", "metainfer", *ctx.meta[COMMAND])
         try:
             elastic_launch(config, sys.executable)(*command)

@@ -1,0 +1,123 @@
+"""What ranks do in tests: functions that every process of a `RankPool` runs."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import metainfer
+from metainfer.backends.registry import installed
+from metainfer.backends.torch.call import TorchBinder, TorchCall
+from metainfer.backends.torch.tensors import to_torch
+from metainfer.ir.dtypes import parse_dtype
+from metainfer.ir.graph import Op, Value, attrs_of
+from metainfer.ir.ops.collective import exchange
+from metainfer.ir.ops.record import infer_types, op_def
+from metainfer.ir.strategy import Layout
+from metainfer.ir.types import tensor
+from metainfer.runtime import self_test
+from metainfer.runtime.engine import Engine
+from metainfer.runtime.ranks import join, launched
+from metainfer.runtime.sampling import SamplingParams
+
+
+def answers(
+    plan: Path, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[tuple[int, ...]] | None:
+    """Greedy answers, on rank 0."""
+    with metainfer.load(plan, allow_machine_mismatch=True, num_threads=1) as model:
+        model.follow()
+        if not model.is_leader:
+            return None
+        engine = Engine(model, end_ids=())
+        found = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
+        return [one.token_ids for one in found]
+
+
+def pid() -> int:
+    """This process."""
+    import os
+
+    return os.getpid()
+
+
+def load_plan(plans: Sequence[Path]) -> None:
+    """Each rank loads a plan of its own."""
+    process = launched()
+    assert process is not None
+    metainfer.load(plans[process.rank], allow_machine_mismatch=True).close()
+
+
+# --- collectives -------------------------------------------------------------------------------
+
+
+def collective(
+    name: str, shape: Sequence[int], dtype: str, attrs: dict[str, Any]
+) -> tuple[Op, list[np.ndarray]]:
+    """An op in local form, and the operand of every rank: numbers that round when summed."""
+    complete = {**op_def(name).complete({"axis": "tp", **attrs})}
+    x = Value("%x", tensor(parse_dtype(dtype), *shape))
+    (result,) = infer_types(name, [x.type], complete)
+    op = Op(name, (x,), (Value("%y", result),), attrs_of(complete))
+    parts = []
+    for rank in range(attrs["ranks"]):
+        rng = np.random.default_rng([rank, len(shape)])
+        numbers = rng.standard_normal(shape) * 100
+        parts.append(numbers.astype(np.float32).astype(parse_dtype(dtype).numpy))
+    return op, parts
+
+
+def differences(cases: Sequence[tuple[str, str, Sequence[int], str, dict[str, Any]]]) -> list[str]:
+    """Cases in which an algorithm is not `exchange`, with how far it is off."""
+    process = launched()
+    assert process is not None
+    ranks = join(Layout(tp=process.world), "none", process, "cpu", 20.0)
+    found = []
+    try:
+        for algorithm, name, shape, dtype, attrs in cases:
+            op, parts = collective(name, shape, dtype, {**attrs, "ranks": process.world})
+            complete = op_def(name).complete(op.attr)
+            wanted = to_torch(np.ascontiguousarray(exchange(name, parts, complete)[process.rank]))
+            out = torch.full_like(wanted, 77)
+            kernel = installed().kernels.get(f"ranks.{name}_{algorithm}")
+            assert isinstance(kernel.binder, TorchBinder)
+            kernel.binder.run(TorchCall(op, (to_torch(parts[process.rank]),), (out,), complete))
+            if not torch.equal(out, wanted):
+                off = float((out.float() - wanted.float()).abs().max())
+                found.append(f"{name} {algorithm} {list(shape)} {dtype}: {off:g}")
+    finally:
+        ranks.close()
+    return found
+
+
+@contextmanager
+def _replaced(kernel: str, run: Callable[[TorchCall], None]) -> Iterator[None]:
+    """Another algorithm under the name of a kernel."""
+    record = installed().kernels.get(kernel)
+    before = record.binder
+    object.__setattr__(record, "binder", TorchBinder(run))
+    try:
+        yield
+    finally:
+        object.__setattr__(record, "binder", before)
+
+
+def load_with_fault(plan: Path, kernel: str, fault: str, guilty: int) -> None:
+    """Load a plan where a rank's algorithm is broken: it "does nothing", or "hangs"."""
+    process = launched()
+    assert process is not None
+    self_test.LIMIT_S = 2.0
+
+    def broken(call: TorchCall) -> None:
+        if fault == "hangs":
+            time.sleep(20)
+
+    if process.rank != guilty:
+        metainfer.load(plan, allow_machine_mismatch=True).close()
+        return
+    with _replaced(kernel, broken):
+        metainfer.load(plan, allow_machine_mismatch=True).close()

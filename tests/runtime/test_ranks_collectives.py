@@ -1,0 +1,96 @@
+"""Every algorithm of every collective beside what simulated ranks compute, and the self-test."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_tasks
+from hf_checkpoints import make_checkpoint
+from rank_pool import Failed, RankPool
+
+import metainfer
+from metainfer.backends.ranks.algorithms import ALGORITHMS
+from metainfer.runtime.self_test import pattern, trials
+
+# Sizes of a dim that ranks divide, beside others that nothing divides.
+SHAPES = ((8, 3), (8, 1), (16, 257), (8, 5, 7))
+DTYPES = ("f32", "bf16", "f16", "i32")
+
+
+def cases() -> list[tuple[str, str, tuple[int, ...], str, dict[str, Any]]]:
+    found = []
+    for name, algorithms in ALGORITHMS.items():
+        attrs: dict[str, Any] = {"all_reduce": {}, "all_to_all": {"source": 1, "target": 0}}.get(
+            name, {"dim": 0}
+        )
+        for algorithm in algorithms:
+            for dtype in DTYPES:
+                found += [(algorithm, name, shape, dtype, attrs) for shape in SHAPES]
+    # Nothing divides these: all-reduces pad their parts.
+    for algorithm in ALGORITHMS["all_reduce"]:
+        found += [(algorithm, "all_reduce", shape, "bf16", {}) for shape in ((1,), (3, 5), (1001,))]
+    found += [("library", "all_gather", (3, 5), "bf16", {"dim": 1})]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_algorithms_equal_the_reference_bit_for_bit(pool: RankPool, world: int) -> None:
+    off = pool.run(world, rank_tasks.differences, cases())
+    # The transport's own sum is free in its order, and rounds narrow floats between hops.
+    exact = [line for line in off if not line.startswith("all_reduce library")]
+    assert exact == []
+    for line in off:
+        size, bound = float(line.rsplit(" ", 1)[1]), 4.0 if "bf16" in line else 0.5
+        assert size <= bound, line
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    model = make_checkpoint("llama", folder / "model", num_hidden_layers=2)
+    metainfer.compile(
+        str(model), "2xcpu", tp=2, out=folder / "plan", activations="f32", weights="f32",
+        max_tokens=32, max_sequences=2, max_context=64,
+    )  # fmt: skip
+    return folder / "plan"
+
+
+def chosen(plan: Path) -> str:
+    """The algorithm of the plan's all-reduces."""
+    found = {t.kernel for t in trials([metainfer.Plan.read(plan).module("decode")])}
+    return next(k for k in sorted(found) if "all_reduce" in k)
+
+
+def test_trials_are_the_ends_of_every_row(plan: Path) -> None:
+    read = metainfer.Plan.read(plan)
+    found = trials(read.module(phase) for phase in read.phases)
+    reduces = {t.shape for t in found if t.op.name == "all_reduce"}
+    assert reduces == {(1, 48), (2, 48), (32, 48)}
+    one = next(t for t in found if t.shape == (32, 48))
+    # Ranks, and places of a rank, have patterns of their own: an exchange of the two shows.
+    assert (pattern(one, 0) != pattern(one, 1)).any()
+    assert (pattern(one, 0)[:-1] != pattern(one, 0)[1:]).any()
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_an_algorithm_that_does_nothing_is_caught(pool: RankPool, plan: Path, guilty: int) -> None:
+    kernel = chosen(plan)
+    found = pool.outcomes(2, rank_tasks.load_with_fault, plan, kernel, "does nothing", guilty)
+    pool.close()
+    for one in found:
+        assert isinstance(one, Failed)
+        assert one.kind == "RankError"
+        assert f"rank {guilty}: all_reduce over tp of [1, 48] by {kernel}" in one.text
+        assert "elements are wrong" in one.text
+
+
+def test_an_algorithm_that_hangs_is_an_error_within_its_limit(pool: RankPool, plan: Path) -> None:
+    kernel = chosen(plan)
+    found = pool.outcomes(2, rank_tasks.load_with_fault, plan, kernel, "hangs", 1, limit_s=15)
+    pool.close()
+    for rank, one in enumerate(found):
+        assert isinstance(one, Failed)
+        assert one.kind == "RankError"
+        assert f"rank {rank}: all_reduce over tp of" in one.text
+        assert "it did not end within 2 s" in one.text
+        assert "NCCL_P2P_DISABLE=1" in one.text
