@@ -75,7 +75,7 @@ def name_of(value: object) -> str:
 @pytest.mark.parametrize(("kind", "layout", "more"), CHOSEN, ids=name_of)
 def test_ranks_answer_what_one_answers(
     pool: RankPool, models: dict[str, Path], one_rank: Any, tmp_path: Path,
-    kind: str, layout: dict[str, int], more: dict[str, Any],
+    kind: str, layout: dict[str, Any], more: dict[str, Any],
 ) -> None:  # fmt: skip
     options = {**EXACT, **SMALL, **more}
     plan = metainfer.compile(str(models[kind]), "8xcpu", out=tmp_path / "plan", **options, **layout)
