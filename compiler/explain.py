@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from metainfer.compiler.schedules import ScheduleReport, is_schedule, schedule_report
 from metainfer.ir.errors import PlanError
 from metainfer.ir.plan import Plan
 from metainfer.ir.strategy import PHASES
@@ -125,6 +126,7 @@ class Explanation:
     plan_hash: str
     groups: tuple[GroupReport, ...]
     notes: tuple[Note, ...]
+    schedules: tuple[ScheduleReport, ...]
     memory: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,6 +135,7 @@ class Explanation:
             "plan_hash": self.plan_hash,
             "groups": [asdict(g) for g in self.groups],
             "notes": [asdict(n) for n in self.notes],
+            "schedules": [asdict(s) for s in self.schedules],
             "memory": dict(self.memory),
         }
 
@@ -156,7 +159,18 @@ def explain(plan: Plan, phase: str = "", group: str = "", stage: int = 0) -> Exp
             f"no group of the plan matches {group!r}", advice=f"kinds: {', '.join(kinds)}"
         )
     notes = notes_of(plan, phases, stage)
-    return Explanation(plan.hash, found, notes, plan.capacity(stage))
+    schedules = tuple(s for p in phases for s in schedules_of(plan, p, stage))
+    return Explanation(plan.hash, found, notes, schedules, plan.capacity(stage))
+
+
+def schedules_of(plan: Plan, phase: str, stage: int = 0) -> tuple[ScheduleReport, ...]:
+    """The blocks of a phase of a stage that run on several streams."""
+    calls = calls_by_graph(plan, phase, stage)
+    return tuple(
+        schedule_report(phase, calls, str(decision["chosen"]), data)
+        for decision, data in _decisions(plan, phase, stage)
+        if is_schedule(data)
+    )
 
 
 def ordered_phases(plan: Plan) -> tuple[str, ...]:
@@ -290,7 +304,7 @@ def notes_of(plan: Plan, phases: Sequence[str], stage: int = 0) -> tuple[Note, .
     found: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
     for phase in phases:
         for decision, data in _decisions(plan, phase, stage):
-            if "table" in data:
+            if "table" in data or is_schedule(data):
                 continue
             fields = ("place", "chosen", "reason", "severity")
             key = tuple(str(decision[name]) for name in fields)

@@ -81,6 +81,38 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class PredictedEvent:
+    """One execution of a group in a simulated step. Units: microseconds.
+
+    Attributes:
+        name: kind of the op or group.
+        place: phase and layer that it belongs to.
+        kernel: kernel that would run.
+        stream: what runs one after the other ("main", "communication", "side").
+        start_us: when it begins.
+        duration_us: how long it takes, slowed by what runs beside it.
+        alone_us: how long it takes alone.
+    """
+
+    name: str
+    place: str
+    kernel: str
+    stream: str
+    start_us: float
+    duration_us: float
+    alone_us: float
+
+
+@dataclass(frozen=True)
+class PredictedTrace:
+    """A simulated step: what a trace file of a schedule holds."""
+
+    plan_hash: str
+    events: tuple[PredictedEvent, ...]
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class SummaryRow:
     """All events of one name.
 
@@ -161,14 +193,46 @@ def chrome_json(trace: Trace) -> dict[str, object]:
     }
 
 
-def write_trace(path: str | Path, trace: Trace) -> Path:
+def predicted_json(trace: PredictedTrace) -> dict[str, object]:
+    """Lay a simulated step out in the Trace Event Format: a thread for each stream."""
+    streams = list(dict.fromkeys(e.stream for e in trace.events))
+    rows: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": _PREDICTED}}
+    ]
+    for thread, name in enumerate(streams):
+        where = {"pid": 0, "tid": thread}
+        rows.append({"ph": "M", "name": "thread_name", **where, "args": {"name": name}})
+    for event in trace.events:
+        rows.append(
+            {
+                "ph": "X",
+                "name": event.name,
+                "cat": _PREDICTED,
+                "pid": 0,
+                "tid": streams.index(event.stream),
+                "ts": event.start_us,
+                "dur": event.duration_us,
+                "args": {
+                    "place": event.place, "kernel": event.kernel, "alone_us": event.alone_us,
+                },
+            }
+        )  # fmt: skip
+    return {
+        "traceEvents": rows,
+        "displayTimeUnit": "ms",
+        "otherData": {**trace.metadata, "plan_hash": trace.plan_hash},
+    }
+
+
+def write_trace(path: str | Path, trace: Trace | PredictedTrace) -> Path:
     """Write a trace file, whole or not at all.
 
     Raises: MetainferError if it cannot be written or holds what JSON cannot express.
     """
     place = Path(path)
     try:
-        text = json.dumps(chrome_json(trace), allow_nan=False)
+        laid_out = chrome_json(trace) if isinstance(trace, Trace) else predicted_json(trace)
+        text = json.dumps(laid_out, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise MetainferError(
             f"the trace is not plain data: {error}",

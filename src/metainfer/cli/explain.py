@@ -1,5 +1,6 @@
 """`metainfer explain`: which kernel each group got, what else there was, and what it costs."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ from metainfer.cli.output import WIDTH, print_json, print_wrapped, show_seconds
 
 if TYPE_CHECKING:
     from metainfer.compiler.explain import Explanation, GroupReport, Note, SizeRow
+    from metainfer.compiler.schedules import ScheduleReport
     from metainfer.ir.plan import Plan
 
 _SUBJECTS = 6  # named before the rest is counted
@@ -22,6 +24,9 @@ def explain(
         str, typer.Option(metavar="PATTERN", help="only groups of this kind, result or kernel")
     ] = "",
     stage: Annotated[int, typer.Option(help="pipeline stage, from 0")] = 0,
+    timeline: Annotated[
+        Path | None, typer.Option(help="write the predicted steps as a trace for Perfetto")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Explain a plan: kernels with the next best and the refused ones, formats, memory.
@@ -34,18 +39,32 @@ def explain(
 
     found = Plan.read(plan)
     explanation = explained(found, phase, group, stage)
+    if timeline is not None:
+        _write_timeline(found, phase, stage, timeline)
     if as_json:
         print_json(explanation.to_dict())
         return
     typer.echo(f"plan {explanation.plan_hash}: {found.meta['model']['name']}{_stage(found, stage)}")
     if not group:
         _print_notes(explanation.notes)
+        for schedule in explanation.schedules:
+            _print_schedule(schedule)
     for name in dict.fromkeys(g.phase for g in explanation.groups):
         _print_phase(found, name, explanation)
     if not group:
         typer.echo()
         print_memory(explanation.memory)
         _print_fallbacks(explanation)
+
+
+def _write_timeline(plan: "Plan", phase: str, stage: int, file: Path) -> None:
+    from metainfer.compiler.explain import ordered_phases
+    from metainfer.compiler.schedules import predicted_trace
+    from metainfer.runtime.trace import write_trace
+
+    phases = (phase,) if phase else ordered_phases(plan)
+    write_trace(file, predicted_trace(plan, phases, stage))
+    typer.echo(f"wrote {file}", err=True)
 
 
 def _stage(plan: "Plan", stage: int) -> str:
@@ -64,6 +83,29 @@ def _print_notes(notes: "tuple[Note, ...]") -> None:
         where = f" ({', '.join(note.phases)})"
         print_wrapped(f"{note.place}: {named}{rest} -> {note.chosen}{mark}{where}", indent=2)
         print_wrapped(f"because {note.reason}", indent=6)
+
+
+def _print_schedule(schedule: "ScheduleReport") -> None:
+    """A block on several streams: what that saves, what is hidden, what decides the time."""
+    sizes = ", ".join(f"{name}={size}" for name, size in schedule.sizes.items())
+    typer.echo(f"\nschedule of {schedule.graph} in {schedule.phase}, at {sizes}")
+    print_wrapped(schedule.chosen, indent=2)
+    hidden = schedule.hidden_seconds / schedule.meeting_seconds if schedule.meeting_seconds else 0.0
+    _line(
+        "takes",
+        f"{show_seconds(schedule.seconds)}, one stream {show_seconds(schedule.serial_seconds)}; "
+        f"run {_times(schedule.calls)} a step",
+    )
+    _line(
+        "hides",
+        f"{show_seconds(schedule.hidden_seconds)} of {show_seconds(schedule.meeting_seconds)} of "
+        f"communication, {hidden:.0%}",
+    )
+    for stream in schedule.streams:
+        share, busy = stream.busy_seconds / schedule.seconds, show_seconds(stream.busy_seconds)
+        _line("stream", f"{stream.name}: {stream.tasks} ops, busy {busy}, {share:.0%}")
+    _line("path", " -> ".join(schedule.critical_path))
+    _line("shared", schedule.source)
 
 
 def _print_phase(plan: "Plan", phase: str, explanation: "Explanation") -> None:
