@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -38,10 +39,18 @@ class RoutedLayer:
 def routed_layers(flat: FlatModule) -> tuple[RoutedLayer, ...]:
     """The layers with experts of a module, in order.
 
-    Raises: Unsupported if a fused group chooses and computes, so that choices are never in memory.
+    Raises: Unsupported if a fused group chooses and computes, so that choices are never in memory,
+    or if a layer's rows are cut into parts.
     """
     makers = {v.name: item.op for item in flat.ops for v in item.op.results}
-    return tuple(_routed(item, op, makers) for item, op in _expert_ops(flat.ops))
+    found = tuple(_routed(item, op, makers) for item, op in _expert_ops(flat.ops))
+    for earlier, later in pairwise(found):
+        if earlier.name == later.name:
+            raise Unsupported(
+                f"the rows of {later.name} are cut into parts, whose padding nobody counts",
+                advice="compile for recording with --no-overlap",
+            )
+    return found
 
 
 def _expert_ops(items: Sequence[FlatOp]) -> Iterator[tuple[FlatOp, Op]]:

@@ -220,9 +220,7 @@ def test_a_forbidden_layout_names_its_rule(asked: dict[str, int], rule: str) -> 
 
 
 OVERLAPPED = [
-    ("dense", 1, 1, 2, 1, 2),
     ("dense", 1, 2, 4, 1, 3),
-    ("sparse", 1, 1, 4, 4, 2),
     ("sparse", 1, 4, 1, 4, 2),
     ("sparse", 2, 2, 2, 4, 4),
 ]

@@ -1,5 +1,7 @@
 """Rows in parts: which ops may be cut, and that a cut graph computes what the whole one does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,9 +10,12 @@ from pass_oracle import parse_any
 from ranks import ManyRanks, OneRank, as_ranks, rank_target
 
 from metainfer.ir.dims import dim
-from metainfer.ir.graph import Choice, Graph, Module
+from metainfer.ir.errors import Unsupported
+from metainfer.ir.flatten import flatten
+from metainfer.ir.graph import Choice, Module
 from metainfer.ir.verify import verify_module
 from metainfer.passes.row_parts import Parts, is_row_op, row_ops, split
+from metainfer.runtime.record import routed_layers
 
 MLP = """
 graph f(%x: f32[T,16], @norm: f32[16], @gate: f32[24,16], @up: f32[24,16], @down: f32[16,24]) {
@@ -79,7 +84,7 @@ def test_ranks_compute_the_same_in_parts(
     assert len(region) >= len(graph.ops) - 1
     ops = split(graph, region, cut, copied=bool(seed % 2))
     assert ops is not None
-    made = local.with_graph(Graph(**{**vars(graph), "ops": ops}))
+    made = local.with_graph(replace(graph, ops=ops))
     verify_module(made)
     rng = np.random.default_rng(seed)
     shapes = {w.name[1:]: w.tensor.concrete({}) for w in module.main.weights}
@@ -163,12 +168,26 @@ def test_rows_that_ranks_gathered_stay_within_the_region() -> None:
     assert cut_of(local, set(row_ops(local.main, "T"))) is not None
 
 
+def test_routing_is_not_recorded_from_parts() -> None:
+    text = MOE
+    for name in ("gate", "up", "down"):
+        text = text.replace(f"@{name}", f"@layers.0.mlp.experts.*.{name}_proj.weight")
+    module = parse_any(text)
+    assert len(routed_layers(flatten(module))) == 1
+    ops = split(module.main, row_ops(module.main, "T"), Parts("T", 2, 1), copied=False)
+    assert ops is not None
+    cut = module.with_graph(replace(module.main, ops=ops))
+    with pytest.raises(Unsupported, match="cut into parts") as caught:
+        routed_layers(flatten(cut))
+    assert "--no-overlap" in caught.value.advice
+
+
 def test_tables_of_kernels_are_cut_with_the_rows() -> None:
     module = parse_any(MLP)
     table = (Choice("a", "T", 16), Choice("b", "T", 24), Choice("c"))
     ops = [*module.main.ops]
-    ops[5] = type(ops[5])(**{**vars(ops[5]), "choices": table})
-    graph = Graph(**{**vars(module.main), "ops": tuple(ops)})
+    ops[5] = replace(ops[5], choices=table)
+    graph = replace(module.main, ops=tuple(ops))
     made = split(graph, {5}, Parts("T", 2, 16), copied=False)
     assert made is not None
     tables = [op.choices for op in made if op.name == "linear" and op.choices]
