@@ -53,7 +53,8 @@ class RandomWeights:
     def __init__(self, plan: Plan) -> None:
         self._types: dict[str, TensorType] = {}
         for phase in plan.phases:
-            self._types.update(checkpoint_types(plan.module(phase)))
+            for stage in range(plan.layout.pp):
+                self._types.update(checkpoint_types(plan.module(phase, stage)))
         self._normal = np.random.default_rng(0).standard_normal(_BLOCK).astype(np.float32)
         self._blocks: dict[tuple[int, str], np.ndarray] = {}
 
@@ -152,7 +153,7 @@ def case(
     work = {k: float(predicted[k]) for k in ("bytes", "flops", "seconds")}
     work["eager_ms"] = eager
     if phase == "decode" or len(step["lengths"]) == 8:
-        measured, _ = model.trace(phase, tokens, step)
+        _, measured, _ = model.trace(phase, tokens, step)
         slowest(measured)
     return name, len(tokens), graph_ms, work
 
