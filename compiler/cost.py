@@ -16,9 +16,9 @@ from metainfer.hardware.machine import Machine
 from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import HardwareError
 from metainfer.ir.graph import Graph, Op, Value
-from metainfer.ir.ops.collective import MEETING
 from metainfer.ir.ops.record import op_def, op_sizes
 from metainfer.ir.simulate import axis_groups
+from metainfer.ir.streams import meeting_of
 from metainfer.ir.types import Mesh, StateType, TensorType
 
 
@@ -50,8 +50,9 @@ class CostModel:
             env: values of the size symbols.
             waste: extra work of repairs, as a fraction.
         """
-        if op.name in MEETING:
-            return self._meeting(kernel, op, env)
+        meeting = meeting_of(op)
+        if meeting is not None:
+            return self._meeting(kernel, op, meeting, device, env)
         flops, compulsory = work_of(op, env)
         compulsory += self._widening(kernel, op)
         moved = compulsory * (1.0 + kernel.extra_bytes + waste)
@@ -65,11 +66,19 @@ class CostModel:
             bound = "latency"
         return Cost(max(memory, compute) + launch, flops, int(moved), bound, basis)
 
-    def _meeting(self, kernel: Kernel, op: Op, env: Mapping[str, int]) -> Cost:
-        """Cost of a collective by the algorithm that the kernel runs."""
-        payload = payload_bytes(op, env)
-        price = self._price(op, payload, kernel.name.removeprefix(f"{kernel.backend}.{op.name}_"))
-        return Cost(price.seconds, 0, payload, "fabric", price.basis)
+    def _meeting(
+        self, kernel: Kernel, op: Op, meeting: Op, device: Device, env: Mapping[str, int]
+    ) -> Cost:
+        """Cost of a collective by the algorithm that the kernel runs, and of the pass behind it."""
+        payload = payload_bytes(meeting, env)
+        algorithm = kernel.name.removeprefix(f"{kernel.backend}.{kernel.op}_")
+        price = self._price(meeting, payload, algorithm)
+        if op.body is None:
+            return Cost(price.seconds, 0, payload, "fabric", price.basis)
+        moved = fused_bytes(op.body, env)
+        memory = moved / (device.memory_bandwidth.sustained * kernel.efficiency.memory)
+        seconds = price.seconds + memory + self.launch_seconds(device, kernel.backend)
+        return Cost(seconds, 0, payload + moved, "fabric", price.basis)
 
     def _price(self, op: Op, payload: int, algorithm: str) -> Price:
         if self.machine is None:
@@ -113,11 +122,14 @@ class CostModel:
             env: values of the size symbols.
             arithmetic: name of the rate that the kernel computes at; "" is that of the op's type.
         """
-        if op.name in MEETING and self.machine is not None:
-            payload = payload_bytes(op, env)
-            machine, groups = self.machine, self._groups(op)
-            least = max(cheapest(op.name, machine, g, payload).seconds for g in groups)
-            return Cost(least, 0, payload, "fabric")
+        meeting = meeting_of(op)
+        if meeting is not None and self.machine is not None:
+            payload = payload_bytes(meeting, env)
+            machine, groups = self.machine, self._groups(meeting)
+            least = max(cheapest(meeting.name, machine, g, payload).seconds for g in groups)
+            moved = fused_bytes(op.body, env) if op.body is not None else 0
+            least += moved / device.memory_bandwidth.sustained
+            return Cost(least, 0, payload + moved, "fabric")
         flops, moved = work_of(op, env)
         rate, _ = _device_rate(device, arithmetic or _arithmetic(op))
         memory, compute = moved / device.memory_bandwidth.sustained, flops / rate

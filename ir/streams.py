@@ -275,8 +275,13 @@ _VIEWS = frozenset({"transpose", "broadcast", "slice"})
 
 def meets(op: Op) -> bool:
     """Whether ranks meet in an op, a fused group included."""
+    return meeting_of(op) is not None
+
+
+def meeting_of(op: Op) -> Op | None:
+    """The collective that an op is, or that its group holds; None if ranks do not meet in it."""
     inner = op.body.ops if op.body is not None else (op,)
-    return any(o.name in MEETING for o in inner)
+    return next((o for o in inner if o.name in MEETING), None)
 
 
 def is_empty(op: Op, env: Mapping[str, int]) -> bool:

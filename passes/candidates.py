@@ -9,7 +9,7 @@ from typing import Any
 
 from metainfer.backends.kernel import Cost, Kernel, Query, Refusal, Repair
 from metainfer.ir.graph import Graph, Op
-from metainfer.ir.ops.collective import MEETING
+from metainfer.ir.streams import meets
 from metainfer.ir.views import VIEW_OPS, moving_values, strided_values
 from metainfer.passes.target import Target
 
@@ -88,8 +88,8 @@ def _ban(kernel: Kernel, op: Op, target: Target) -> str:
     if kernel.error and target.strategy.exact:
         return f"adds a relative error of {kernel.error:.1e}, exact kernels are wanted"
     phase, names = target.strategy.phase, [("kernel", kernel.name)]
-    if op.name in MEETING:
-        names.append(("collective", kernel.name.removeprefix(f"{kernel.backend}.{op.name}_")))
+    if meets(op):
+        names.append(("collective", kernel.name.removeprefix(f"{kernel.backend}.{kernel.op}_")))
     for subject, name in names:
         for policy in target.machine.stances(subject, name, phase):
             if policy.stance == "forbid":

@@ -6,14 +6,15 @@
 
 Algorithms are kernels (`backends.ranks`), priced from the machine's topology or from its measured
 tables; `--pin`, `--forbid` and the machine's policy apply to them. All ranks run one text, so they
-meet in one order and switch algorithms at the same sizes.
+meet in one order and switch algorithms at the same sizes. A group that holds a collective is split
+where its parts are cheaper, like any other.
 """
 
 from dataclasses import replace
 
-from metainfer.ir.graph import Graph, Module
-from metainfer.ir.ops.collective import MEETING
-from metainfer.passes.select import choose_kernels
+from metainfer.ir.graph import Graph, Module, Op
+from metainfer.ir.streams import meets
+from metainfer.passes.select import covered
 from metainfer.passes.target import Target
 
 
@@ -23,14 +24,14 @@ def collectives(module: Module, target: Target) -> Module:
     Raises: Unsupported if a collective has no algorithm that the machine allows.
     """
     for graph in module.graphs:
-        if any(op.name in MEETING for op in graph.ops):
+        if any(meets(op) for op in graph.ops):
             module = module.with_graph(_chosen(graph, module, target))
     return module
 
 
 def _chosen(graph: Graph, module: Module, target: Target) -> Graph:
     limits = module.limits()
-    ops = [
-        choose_kernels(op, graph, target, limits) if op.name in MEETING else op for op in graph.ops
-    ]
+    ops: list[Op] = []
+    for op in graph.ops:
+        ops += covered(op, graph, target, limits) if meets(op) else [op]
     return replace(graph, ops=tuple(ops))

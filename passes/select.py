@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from metainfer.backends.kernel import Cost, Query
 from metainfer.ir.errors import StrictError, Unsupported
 from metainfer.ir.graph import Choice, Graph, Module, Op, Value
-from metainfer.ir.ops.collective import MEETING
 from metainfer.ir.printer import print_op
+from metainfer.ir.streams import meets
 from metainfer.ir.types import TensorType
 from metainfer.passes.candidates import (
     Candidate,
@@ -66,13 +66,29 @@ def select(module: Module, target: Target) -> Module:
 def _select_graph(graph: Graph, target: Target, limits: Mapping[str, tuple[int, int]]) -> Graph:
     ops: list[Op] = []
     for op in graph.ops:
-        if not needs_kernel(op) or op.name in MEETING:
+        if not needs_kernel(op) or meets(op):
             ops.append(op)  # algorithms of collectives are the next pass's
-        elif op.name == "fused":
-            ops.extend(_fused_or_split(op, graph, target, limits))
         else:
-            ops.append(choose_kernels(op, graph, target, limits))
+            ops.extend(covered(op, graph, target, limits))
     return replace(graph, ops=tuple(ops))
+
+
+def covered(
+    op: Op, graph: Graph, target: Target, limits: Mapping[str, tuple[int, int]]
+) -> list[Op]:
+    """An op with its kernel table, or the parts of a group with theirs, reported.
+
+    Args:
+        op: a group of the graph.
+        graph: where it stands.
+        target: the outside.
+        limits: bounds of the size symbols.
+
+    Raises: Unsupported if no kernel takes it.
+    """
+    if op.name == "fused":
+        return _fused_or_split(op, graph, target, limits)
+    return [choose_kernels(op, graph, target, limits)]
 
 
 def _fused_or_split(

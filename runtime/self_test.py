@@ -22,8 +22,9 @@ from metainfer.backends.torch.tensors import to_torch, torch_dtype
 from metainfer.ir.errors import PlanError, RankError
 from metainfer.ir.graph import Module, Op
 from metainfer.ir.interpret import concrete_attr
-from metainfer.ir.ops.collective import MEETING, exchange
+from metainfer.ir.ops.collective import exchange
 from metainfer.ir.ops.record import op_def
+from metainfer.ir.streams import meeting_of
 from metainfer.ir.types import TensorType
 from metainfer.runtime.ranks import Ranks
 
@@ -66,11 +67,11 @@ def trials(modules: Iterable[Module]) -> tuple[Trial, ...]:
         limits = module.limits()
         for graph in module.graphs:
             for op in graph.ops:
-                for trial in _of_op(op, limits) if op.name in MEETING else ():
+                for trial in _of_op(op, limits):
                     key = (
-                        op.name,
-                        op.attrs,
-                        op.operands[0].tensor.dtype,
+                        trial.op.name,
+                        trial.op.attrs,
+                        trial.op.operands[0].tensor.dtype,
                         trial.kernel,
                         trial.shape,
                     )
@@ -79,13 +80,19 @@ def trials(modules: Iterable[Module]) -> tuple[Trial, ...]:
 
 
 def _of_op(op: Op, limits: Mapping[str, tuple[int, int]]) -> Iterable[Trial]:
+    """Trials of an op; of a group that holds a collective, those of its algorithm by itself."""
+    meeting = meeting_of(op)
+    if meeting is None:
+        return
+    kind = str(op.attr.get("kind", op.name))
     least = {name: low for name, (low, _) in limits.items()}
     for choice in op.choices:
         most = {name: high for name, (_, high) in limits.items()}
         if choice.symbol:
             most[choice.symbol] = min(choice.limit, most[choice.symbol])
         for env in (least, most):
-            yield Trial(op, choice.kernel, _bounded(op.operands[0].tensor, env, limits))
+            kernel = choice.kernel.replace(f".{kind}_", f".{meeting.name}_")
+            yield Trial(meeting, kernel, _bounded(meeting.operands[0].tensor, env, limits))
         if choice.symbol:
             least[choice.symbol] = min(choice.limit + 1, limits[choice.symbol][1])
 

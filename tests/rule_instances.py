@@ -31,6 +31,9 @@ TRIALS: dict[str, tuple[Attr, ...]] = {
     "theta": (500.0,),
     "dim": (-1,),
     "k": (2, 3),
+    # A collective of one rank is what one rank can run.
+    "ranks": (1,),
+    "axis": ("tp",),
 }
 # What t[*] may be: like the scores of an attention (a mask), like other leading dims, or a number.
 STARS = ("scores", "lead", "scalar")

@@ -16,9 +16,12 @@ from metainfer.backends.ranks.meeting import meeting
 from metainfer.backends.torch.call import TorchCall
 
 Run = Callable[[TorchCall], None]
+# What the transport's own sum adds: it rounds to the element type between hops.
+LIBRARY_ERROR = 2.0**-9
 
 
-def _group(call: TorchCall) -> Any:
+def group_of_call(call: TorchCall) -> Any:
+    """The process group that a call's ranks meet in."""
     return group_of(str(call.attrs["axis"]))
 
 
@@ -34,7 +37,7 @@ def guarded(name: str, run: Run) -> Run:
     return guard
 
 
-def _gather_flat(x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
+def gather_flat(x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
     """Every rank's tensor, in rank order: [ranks, numel]."""
     flat = x.contiguous().view(-1)
     made = torch.empty(ranks * flat.numel(), dtype=flat.dtype, device=flat.device)
@@ -63,37 +66,42 @@ def _sum(parts: torch.Tensor) -> torch.Tensor:
 def all_reduce_library(call: TorchCall) -> None:
     """The transport's own all-reduce, which may round between hops."""
     call.outputs[0].copy_(call.inputs[0])
-    dist.all_reduce(call.outputs[0], group=_group(call))
+    dist.all_reduce(call.outputs[0], group=group_of_call(call))
 
 
 def all_reduce_one_shot(call: TorchCall) -> None:
     """Everybody gets every part and sums: one round, ranks times the bytes."""
-    parts = _gather_flat(call.inputs[0], _group(call), int(call.attrs["ranks"]))
+    parts = gather_flat(call.inputs[0], group_of_call(call), int(call.attrs["ranks"]))
     call.outputs[0].view(-1).copy_(_sum(parts))
+
+
+def two_shot_sum(call: TorchCall) -> torch.Tensor:
+    """The sum of all ranks' first operands, of which each rank took one part."""
+    x, ranks, group = call.inputs[0], int(call.attrs["ranks"]), group_of_call(call)
+    flat = x.contiguous().view(-1)
+    size = -(-flat.numel() // ranks)
+    padded = torch.nn.functional.pad(flat, (0, size * ranks - flat.numel()))
+    own_part = _sum(_exchange_flat(padded, group).view(ranks, size))
+    return gather_flat(own_part, group, ranks).view(-1)[: flat.numel()].view(x.shape)
 
 
 def all_reduce_two_shot(call: TorchCall) -> None:
     """Each rank sums one part, then hands it to all: two rounds, twice the bytes."""
-    ranks, group, out = int(call.attrs["ranks"]), _group(call), call.outputs[0]
-    flat = call.inputs[0].contiguous().view(-1)
-    size = -(-flat.numel() // ranks)
-    padded = torch.nn.functional.pad(flat, (0, size * ranks - flat.numel()))
-    own_part = _sum(_exchange_flat(padded, group).view(ranks, size))
-    out.view(-1).copy_(_gather_flat(own_part, group, ranks).view(-1)[: flat.numel()])
+    call.outputs[0].copy_(two_shot_sum(call))
 
 
 def reduce_scatter_one_shot(call: TorchCall) -> None:
     """Each rank gets its part of every rank's tensor and sums."""
     ranks, dim = int(call.attrs["ranks"]), int(call.attrs["dim"])
     parts = _split(call.inputs[0], dim, ranks)
-    got = _exchange_flat(parts.reshape(-1), _group(call)).view(parts.shape)
+    got = _exchange_flat(parts.reshape(-1), group_of_call(call)).view(parts.shape)
     call.outputs[0].copy_(_sum(got))
 
 
 def all_gather_library(call: TorchCall) -> None:
     """The transport's own all-gather."""
     ranks, dim, x = int(call.attrs["ranks"]), int(call.attrs["dim"]), call.inputs[0]
-    parts = _gather_flat(x, _group(call), ranks).view(ranks, *x.shape)
+    parts = gather_flat(x, group_of_call(call), ranks).view(ranks, *x.shape)
     call.outputs[0].copy_(torch.cat(tuple(parts), dim=dim))
 
 
@@ -102,7 +110,7 @@ def all_to_all_library(call: TorchCall) -> None:
     ranks = int(call.attrs["ranks"])
     source, target = int(call.attrs["source"]), int(call.attrs["target"])
     parts = _split(call.inputs[0], target, ranks)
-    got = _exchange_flat(parts.reshape(-1), _group(call)).view(parts.shape)
+    got = _exchange_flat(parts.reshape(-1), group_of_call(call)).view(parts.shape)
     call.outputs[0].copy_(torch.cat(tuple(got), dim=source))
 
 

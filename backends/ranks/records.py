@@ -2,11 +2,9 @@
 
 from metainfer.backends.kernel import Efficiency, Kernel, Registry
 from metainfer.backends.layout import LayoutRegistry
-from metainfer.backends.ranks.algorithms import ALGORITHMS, OWN, guarded
+from metainfer.backends.ranks.algorithms import ALGORITHMS, LIBRARY_ERROR, OWN, guarded
+from metainfer.backends.ranks.fused import register_fused
 from metainfer.backends.torch.call import TorchBinder
-
-# What the transport's own sum adds: it rounds to the element type between hops.
-_HOP_ERROR = 2.0**-9
 
 
 def register(kernels: Registry, layouts: LayoutRegistry) -> None:
@@ -16,10 +14,11 @@ def register(kernels: Registry, layouts: LayoutRegistry) -> None:
             kernels.add(
                 Kernel(
                     f"ranks.{name}_{algorithm}", name, "ranks",
-                    error=_HOP_ERROR if (name, algorithm) == ("all_reduce", "library") else 0.0,
+                    error=LIBRARY_ERROR if (name, algorithm) == ("all_reduce", "library") else 0.0,
                     binder=TorchBinder(guarded(name, run)),
                 )
             )  # fmt: skip
+    register_fused(kernels)
     for name, run in OWN.items():
         kernels.add(
             Kernel(

@@ -17,9 +17,14 @@ from metainfer.ir.verify import verify_module
 from metainfer.passes.index import OpIndex
 from metainfer.passes.match import find
 from metainfer.passes.rewrite import RULES_FOLDER, apply_rules, load_rules
+from metainfer.passes.target import Target
 
 RULES = load_rules()
-DEVICE = target_for().device
+
+
+def target_of(rule: Rule) -> Target:
+    """A target of the kind of device and the phase that a rule is for."""
+    return target_for("8xpcie" if "gpu" in rule.needs else "cpu", rule.phase or "decode")
 
 
 @cache
@@ -28,7 +33,7 @@ def fitting(rule: Rule) -> tuple[Graph, ...]:
 
     def accept(graph: Graph) -> bool:
         before = as_module(graph)
-        if apply_rules(before, target_for(phase=rule.phase or "decode"), [rule], "test") == before:
+        if apply_rules(before, target_of(rule), [rule], "test") == before:
             return False
         try:
             # A mask that does not broadcast shows only when it is run.
@@ -38,7 +43,7 @@ def fitting(rule: Rule) -> tuple[Graph, ...]:
             return False
         return True
 
-    return tuple(instances(rule, DEVICE, accept))
+    return tuple(instances(rule, target_of(rule).device, accept))
 
 
 def test_a_rule_file_is_named_after_its_rule() -> None:
@@ -59,7 +64,7 @@ def test_rule_keeps_numbers(rule: Rule) -> None:
     for graph in found:
         before = as_module(graph)
         verify_module(before)
-        target = target_for(phase=rule.phase or "decode")
+        target = target_of(rule)
         after = apply_rules(before, target, [rule], "test")
         verify_module(after)
         # A group runs what it stands for: not a bit may change.
@@ -78,7 +83,7 @@ def test_rule_keeps_numbers(rule: Rule) -> None:
 def test_rules_of_one_priority_do_not_compete(rule: Rule) -> None:
     for graph in fitting(rule):
         index = OpIndex(graph)
-        own = find(rule, index, len(graph.ops) - 1, DEVICE, {"T": (1, 512)})
+        own = find(rule, index, len(graph.ops) - 1, target_of(rule).device, {"T": (1, 512)})
         assert own is not None
         for other in RULES:
             if other.priority == rule.priority and other != rule:
@@ -89,7 +94,7 @@ def _fits_anywhere(rule: Rule, index: OpIndex, graph: Graph) -> bool:
     places = range(len(graph.ops))
     limits = {"T": (1, 512)}
     return any(
-        find(rule, index, place, DEVICE, limits) is not None
+        find(rule, index, place, target_of(rule).device, limits) is not None
         for place in places
         if graph.ops[place].name == rule.before.ops[-1].name
     )
