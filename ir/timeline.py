@@ -159,7 +159,8 @@ def simulate(tasks: Sequence[Task], sharing: Sharing) -> Timeline:
     return play(tasks, sharing, tuple(queues), next_of)
 
 
-# (a free stream, the task that it has just been given or None) -> what it may take next, best first
+# (a stream, the task that it has just been given or None) -> what it may take next, best first; a
+# list that is kept up to date where streams take from each other's.
 Offer = Callable[[int, int | None], Sequence[int]]
 
 
@@ -178,7 +179,7 @@ def play(tasks: Sequence[Task], sharing: Sharing, streams: Sequence[int], offer:
             taken = next((t for t in offers[stream] if run.ready_at[t] <= run.time + _TINY), None)
             if taken is not None:
                 run.start(taken, stream)
-                offers = {s: offer(s, taken if s == stream else None) for s in streams}
+                offers[stream] = offer(stream, taken)
             else:
                 wake = min([wake, *(run.ready_at[t] for t in offers[stream])])
         run.advance(wake)
@@ -223,9 +224,13 @@ class _Run:
                 self._end(stream, task)
 
     def _speeds(self) -> dict[int, float]:
-        meeting = any(self._tasks[t].meets for t in self.running.values())
-        loads = sum(self._tasks[t].load for t in self.running.values() if not self._tasks[t].meets)
-        computing = any(not self._tasks[t].meets for t in self.running.values())
+        if len(self.running) == 1:
+            (stream,) = self.running
+            return {stream: 1.0}
+        running = [self._tasks[t] for t in self.running.values()]
+        meeting = any(t.meets for t in running)
+        computing = not all(t.meets for t in running)
+        loads = sum(t.load for t in running if not t.meets)
         share = (self._sharing.computing if meeting else 1.0) / max(loads, 1.0)
         exchange = self._sharing.meeting if computing else 1.0
         return {s: exchange if self._tasks[t].meets else share for s, t in self.running.items()}

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from metainfer.ir.timeline import Sharing, Task, Timeline, play, simulate
 
 MAIN, MEETING_STREAM, SIDE = 0, 1, 2
-_ROUNDS = 300  # moves that improvement may try
+_ROUNDS = 300  # moves that improvement may try, fewer where there are many tasks
+_SIMULATED = 6000  # tasks in all that it may simulate
 _REACH = 6  # places that a move may go forwards
 _SAME = 1e-12  # seconds that make no difference
 
@@ -64,7 +65,7 @@ def schedule(
     ranked = sorted(found.values(), key=lambda s: s.seconds)
     if not improve:
         return ranked[0]
-    budget = _Budget(_ROUNDS)
+    budget = _Budget(min(_ROUNDS, _SIMULATED // max(len(tasks), 1)))
     return min(
         (_improved(s, sharing, frozenset(movable), budget) for s in ranked), key=lambda s: s.seconds
     )

@@ -16,7 +16,7 @@ the shortest is taken where it gains enough, and said to be with its gain. Exper
 by all tokens may run beside the routed ones, on a third stream.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from metainfer.ir.graph import Graph, Module, Op
@@ -32,7 +32,8 @@ from metainfer.passes.step_tasks import tasks_of
 from metainfer.passes.stream_order import on_streams
 from metainfer.passes.target import Report, Target
 
-_COUNTS = (2, 4)  # parts that are tried
+_COUNTS = (2, 4)  # parts that are tried: the first for every region,
+_FURTHER = 4  # the others for so many of the best
 _LEAST_GRAIN = 16
 # Forms that promise less are not worth the second stream: a cost model is not that exact.
 _LEAST_GAIN = 0.02
@@ -100,19 +101,28 @@ class _Search:
     # --- forms -----------------------------------------------------------------------------
 
     def _forms(self) -> Iterator[Form]:
-        """The block whole, then with the rows of each region cut."""
+        """The block whole, with the rows of each region cut once, and the best of those further."""
         yield self._form(self.graph.ops, self.env)
         if self.symbol is None:
             return
         asked = self.target.options.micro_batches
-        rows = self.env[self.symbol]
-        for region in self._regions(self.symbol):
-            for count in (asked,) if asked else _COUNTS:
-                if count > 1 and (rows >= count * _LEAST_GRAIN or asked):
-                    parts = Parts(self.symbol, count, 1 if asked else rows // count)
-                    form = self._cut(region, parts, self.env)
-                    if form is not None:
-                        yield form
+        first, *more = (asked,) if asked else _COUNTS
+        found = list(self._cuts(self._regions(self.symbol), first))
+        yield from found
+        best = sorted(found, key=lambda f: f.found.seconds)[:_FURTHER]
+        for count in more:
+            yield from self._cuts((f.region for f in best), count)
+
+    def _cuts(self, regions: Iterable[frozenset[int]], count: int) -> Iterator[Form]:
+        """Forms with the rows of each region in so many parts."""
+        asked, rows = self.target.options.micro_batches, self.env[str(self.symbol)]
+        if count < 2 or (rows < count * _LEAST_GRAIN and not asked):
+            return
+        parts = Parts(str(self.symbol), count, 1 if asked else rows // count)
+        for region in regions:
+            form = self._cut(region, parts, self.env)
+            if form is not None:
+                yield form
 
     def _regions(self, symbol: str) -> Iterator[frozenset[int]]:
         """Runs of ops with independent rows, from a product to a collective or the end."""

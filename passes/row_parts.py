@@ -180,6 +180,8 @@ class _Split:
         self._made = {v.name for i in region for v in graph.ops[i].results}
         self._joined: set[str] = set()
         self._sliced: dict[str, tuple[Value, ...]] = {}
+        self._rows = [{parts.symbol: parts.size(part)} for part in range(parts.count)]
+        self._types: dict[tuple[TensorType, int], TensorType] = {}
 
     def keep(self, op: Op) -> None:
         """An op outside the region, what it reads made whole before it."""
@@ -200,7 +202,7 @@ class _Split:
         """An op of the region, once for each part."""
         for part in range(self._parts.count):
             operands = tuple(self._operand(v, part) for v in op.operands)
-            cut = _substituted(op, self._parts, part)
+            cut = _substituted(op, self._rows[part], self._parts, part)
             results = tuple(self._piece(v, part) for v in op.results)
             self.ops.append(replace(cut, operands=operands, results=results))
 
@@ -230,8 +232,10 @@ class _Split:
 
     def _piece(self, value: Value, part: int) -> Value:
         name = value.name if value.name.startswith("%") else f"%{value.name}"
-        rows = {self._parts.symbol: self._parts.size(part)}
-        return Value(f"{name}/{part}", _of_rows(value.tensor, rows))
+        key = (value.tensor, part)
+        if key not in self._types:
+            self._types[key] = _of_rows(value.tensor, self._rows[part])
+        return Value(f"{name}/{part}", self._types[key])
 
 
 def _as_attr(size: Dim) -> Attr:
@@ -242,9 +246,8 @@ def _of_rows(type_: TensorType, rows: Mapping[str, Dim]) -> TensorType:
     return type_.with_shape(tuple(n.substitute(rows) for n in type_.shape))
 
 
-def _substituted(op: Op, parts: Parts, part: int) -> Op:
+def _substituted(op: Op, rows: Mapping[str, Dim], parts: Parts, part: int) -> Op:
     """An op with its rows counted by a part's size: attributes, body, kernel table."""
-    rows = {parts.symbol: parts.size(part)}
     return replace(
         op,
         attrs=tuple((k, _attr_of(v, rows)) for k, v in op.attrs),
