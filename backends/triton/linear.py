@@ -48,17 +48,18 @@ class Tile:
         """Programs of a product."""
         return -(-rows // self.rows) * -(-columns // self.columns)
 
-    def effort(self, compute: float) -> Effort:
+    def effort(self, compute: float, halves: int = 1) -> Effort:
         """Work of whole tiles over that of the product, more where processors are left idle.
 
         Args:
             compute: fraction of the rate that all processors together reach; one that shares the
                 last cache with few others reaches ALONE of its own.
+            halves: columns of the product for each one of the result.
         """
 
         def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
             shape = op.results[0].tensor.concrete(env)
-            rows, columns = math.prod(shape[:-1]), shape[-1]
+            rows, columns = math.prod(shape[:-1]), shape[-1] * halves
             programs = self.programs(rows, columns)
             if programs == 0 or device.num_sms == 0:
                 return 1.0

@@ -16,7 +16,7 @@ from metainfer.backends.kernel import (
 )
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import TorchCall
-from metainfer.backends.triton import linear
+from metainfer.backends.triton import gated, linear
 from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import Launch, TritonBinder
 from metainfer.backends.triton.linear import STORAGES, TILES, Storage, Tile
@@ -31,6 +31,7 @@ HERE: tuple[Constraint, ...] = (device_kind("gpu"), feature("triton"), feature("
 SIZE = 1024  # of the product that is compiled to see whether a tile fits a card
 # The op, and what rules put behind it.
 KINDS = ("linear", "linear_add", "linear_relu", "linear_gelu", "linear_silu")
+GATED_KIND = "linear_silu_mul"
 _SOURCE = "assumed, to be replaced by a benchmark on an H200"
 # A tile of 16 x 32 reads 48 numbers for every 512 multiplications: the last cache bounds it. Large
 # tiles are bound by arithmetic, and by widening the codes.
@@ -51,11 +52,14 @@ def register_linear(kernels: Registry, layouts: LayoutRegistry) -> None:
         for name, storage in STORAGES.items():
             for tile in TILES[name]:
                 kernels.add(_kernel(kind, storage, tile, layouts))
+    for name, storage in STORAGES.items():
+        for tile in TILES[name]:
+            kernels.add(_gated(storage, tile, layouts))
 
 
 def _fits(
     made: Callable[[TorchCall], Sequence[Launch]], packings: Mapping[int, str],
-    layouts: LayoutRegistry,
+    layouts: LayoutRegistry, halves: int = 1,
 ) -> Constraint:  # fmt: skip
     """A product of the query's types fits the card.
 
@@ -65,36 +69,53 @@ def _fits(
     asked = fits(made, packings, layouts)
 
     def check(query: Query) -> str | None:
-        op = sample_product(query.dtype(0), query.tensor(1))
+        op = sample_product(query.dtype(0), query.tensor(1), halves)
         return asked.check(Query(op, query.device, {}))
 
     return Constraint(asked.text, check)
 
 
-def sample_product(x: DType, weight: TensorType) -> Op:
-    """A product of activations of a type and a weight of a type, packing included."""
+def sample_product(x: DType, weight: TensorType, halves: int = 1) -> Op:
+    """A product of activations of a type and a weight of a type, packing included.
+
+    Args:
+        x: type of the activations.
+        weight: type of the weight.
+        halves: columns of the product for each one of the result.
+    """
     made = tensor(x, SIZE, SIZE)
-    operands = (Value("%x", made), Value("@w", replace(weight, shape=(dim(SIZE), dim(SIZE)))))
-    return Op("linear", operands, (Value("%y", made),))
+    wide = replace(weight, shape=(dim(halves * SIZE), dim(SIZE)))
+    return Op("linear", (Value("%x", made), Value("@w", wide)), (Value("%y", made),))
 
 
 def _kernel(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
     made = linear.launches(storage, tile)
+    return _record(kind, storage, tile, made, linear.follows(), layouts)
+
+
+def _gated(storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
+    made = gated.launches(storage, tile)
+    return _record(GATED_KIND, storage, tile, made, gated.GATED, layouts, halves=2)
+
+
+def _record(
+    kind: str, storage: Storage, tile: Tile, made: Callable[[TorchCall], Sequence[Launch]],
+    body: Constraint, layouts: LayoutRegistry, halves: int = 1,
+) -> Kernel:  # fmt: skip
     packings = {1: storage.layout} if storage.layout else {}
     is_weight = () if storage.name == "plain" else (weight_operand(1),)
-    work = "plain" if storage.name == "plain" else "coded"
+    efficiency = _EFFICIENCY["plain" if storage.name == "plain" else "coded", tile.name]
     return Kernel(
         f"triton.{kind}_{storage.name}_{tile.name}",
         kind,
         "triton",
-        requires=(
-            *HERE, linear.stored_as(storage, tile), *is_weight, dense(0, 1), linear.follows(),
-        ),
+        requires=(*HERE, linear.stored_as(storage, tile), *is_weight, dense(0, 1), body),
         layouts=packings,
-        efficiency=_EFFICIENCY[work, tile.name],
-        # Codes of floats are exact in 16 bits; integers are scaled and rounded to them.
-        error=BF16_STEP if storage.name.startswith("int") else 0.0,
-        effort=tile.effort(_EFFICIENCY[work, tile.name].compute),
-        fits=_fits(made, packings, layouts),
+        efficiency=efficiency,
+        # Codes of floats are exact in 16 bits; integers are scaled and rounded to them. Halves are
+        # multiplied, and so are what they are off by.
+        error=halves * BF16_STEP if storage.name.startswith("int") else 0.0,
+        effort=tile.effort(efficiency.compute, halves),
+        fits=_fits(made, packings, layouts, halves),
         binder=TritonBinder(made),
-    )  # fmt: skip
+    )

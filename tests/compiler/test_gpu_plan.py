@@ -8,7 +8,10 @@ from metainfer.ir.errors import StrictError
 from metainfer.ir.plan import Plan
 
 # Without them a library composes what they do.
-FORBIDDEN = ("triton.rope", "triton.rope_kv_write", "triton.silu_mul_halves")
+FORBIDDEN = (
+    "triton.rope", "triton.rope_kv_write", "triton.silu_mul_halves",
+    *(k.name for k in installed().kernels.all() if k.op == "linear_silu_mul"),
+)  # fmt: skip
 
 
 TEMPLATES = tuple(
@@ -55,3 +58,4 @@ def test_decoding_reads_4_bit_weights_as_they_are() -> None:
     chosen = [c.kernel for g in module.graphs for op in g.ops for c in op.choices]
     assert any(name.startswith("triton.linear_int4") for name in chosen)
     assert any(name.startswith("triton.linear_add_int4") for name in chosen)
+    assert any(name.startswith("triton.linear_silu_mul_int4") for name in chosen)
