@@ -44,7 +44,20 @@ TRAPS = st.sampled_from(
 TEXTS = st.text(max_size=12) | st.sampled_from(['"', "\\", "\n", "\u2028", "# no", "模型", "\x00"])
 VALUE_NAMES = st.one_of(BARE, BARE, TRAPS, TEXTS)
 KEYWORDS = st.sampled_from(
-    ["module", "main", "dim", "step", "else", "loc", "by", "body", "return", "page", "call", "after"]
+    [
+        "module",
+        "main",
+        "dim",
+        "step",
+        "else",
+        "loc",
+        "by",
+        "body",
+        "return",
+        "page",
+        "call",
+        "after",
+    ]
 )
 WORDS = st.one_of(BARE.map("w".__add__), KEYWORDS, TEXTS)
 OP_NAMES = st.sampled_from(["add", "linear", "rms_norm", "matmul", "kv_write", "copy"]) | WORDS

@@ -160,7 +160,7 @@ def _fp8() -> Kernel:
         layouts={1: "cuda.fp8_cols"},
         efficiency=FP8,
         # Rounding the activations takes all but two of them.
-        launches=14,
+        launches=16,
         error=F8_STEP,
         binder=TorchBinder(library_linear.linear_fp8),
     )
@@ -188,7 +188,7 @@ def _codes() -> tuple[Kernel, ...]:
             ),
             layouts={1: "torch.codes"},
             efficiency=CODES,
-            launches=8,
+            launches=9,
             error=BF16_STEP,
             extra_bytes=traffic,
             binder=TorchBinder(library_linear.linear_codes),

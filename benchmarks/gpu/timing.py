@@ -15,7 +15,8 @@ _GEMM = 8192
 class Ceilings:
     """What this GPU reaches here and now.
 
-    Units: bytes a second (the better of a copy, read + write, and a read), operations a second (bf16 product).
+    Units: bytes a second (the better of a copy, read + write, and a read), operations a second
+    (bf16 product).
     """
 
     bandwidth: float
