@@ -179,7 +179,8 @@ def _total(
 ) -> float | None:
     """Cost in sum over the sampled sizes, None without a usable kernel."""
     query = query_of(op, target, limits, strided)
-    usable = _usable(candidates_of(op, query, target))
+    # Weights are packed by now: a kernel that reads them otherwise is no alternative.
+    usable = [c for c in _usable(candidates_of(op, query, target)) if _layouts_fit(c, op)]
     if not usable:
         return None
     sizes = sample_sizes(target, limits)

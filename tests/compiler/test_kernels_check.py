@@ -23,7 +23,7 @@ def plan() -> Plan:
 def test_every_kernel_of_a_plan_fits_its_card(plan: Plan) -> None:
     checked = check_plan(plan)
     names = {c.planned.kernel for c in checked}
-    assert {"triton.rope_kv_write", "triton.rms_norm", "triton.silu_mul_halves"} <= names
+    assert {"triton.rope_kv_write", "triton.rms_norm", "triton.linear_silu_mul_int4_m16"} <= names
     assert not [c.faults for c in checked if c.faults]
     for c in checked:
         assert c.resources is not None
