@@ -193,6 +193,10 @@ def work_of(op: Op, env: Mapping[str, int]) -> tuple[int, int]:
     return sum(f for f, _ in inner), fused_bytes(op.body, env)
 
 
+# Ops that read only what they pick of an operand.
+_LOOKUPS = frozenset({"experts", "embedding", "gather"})
+
+
 def fused_bytes(body: Graph, env: Mapping[str, int]) -> int:
     """Traffic across the border of a fused group: each input once, each result once."""
     inside = {v.name for o in body.ops for v in o.results}
@@ -204,6 +208,9 @@ def fused_bytes(body: Graph, env: Mapping[str, int]) -> int:
             tensors = [v for v in (*inner.operands, *inner.results) if v.name in inside]
             own = op_def(inner.name).bytes(op_sizes(inner, env))
             total += max(own - sum(_tensor_bytes(v, env) for v in tensors), 0)
+        if inner.name in _LOOKUPS:
+            whole = sum(_tensor_bytes(v, env) for v in (*inner.operands, *inner.results))
+            total -= max(whole - op_def(inner.name).bytes(op_sizes(inner, env)), 0)
     return total
 
 

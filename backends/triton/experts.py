@@ -90,7 +90,8 @@ class Weight:
 class Experts:
     """One call: its tensors and attributes.
 
-    Shapes: x [T, D], ids and weights [T, K], gate and up [E, F, D], down [E, D, F], out [T, D].
+    Shapes: x [T, D], ids and weights [T, K], gate and up [E, F, D], down [E, D, F], out and
+        residual [T, D].
     """
 
     x: torch.Tensor
@@ -103,6 +104,7 @@ class Experts:
     activation: str = "silu"
     total: int = 0
     workspace: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
 
     @property
     def pairs(self) -> int:
@@ -123,9 +125,9 @@ def weight_of(data: torch.Tensor | Codes) -> Weight:
     if isinstance(data, torch.Tensor):
         return Weight(data, "plain", data)
     high, wide = data.format.extents(2)
-    powers = data.format.scale is F8E8M0
+    powers = data.format.scale == F8E8M0
     scales = data.scales.view(torch.uint8) if powers else data.scales
-    if data.format.element is F4E2M1:
+    if data.format.element == F4E2M1:
         if not powers or (high, wide) != (1, 32):
             raise Unsupported(f"experts of {data.format}", advice="fp4 in groups of 32: MXFP4")
         return Weight(data.codes, "e2m1", scales, high, wide, powers)
@@ -134,12 +136,13 @@ def weight_of(data: torch.Tensor | Codes) -> Weight:
 
 
 def of_call(call: TorchCall) -> Experts:
-    """The op ``experts`` as the executor calls it."""
-    x, ids, weights, *stacks = call.inputs
-    gate, up, down = (weight_of(w) for w in stacks)
+    """The op ``experts`` as the executor calls it, or its group with a residual behind."""
+    x, ids, weights = call.inputs[:3]
+    gate, up, down = (weight_of(w) for w in call.inputs[3:6])
+    residual = call.inputs[6] if len(call.inputs) > 6 else None
     return Experts(
         x, ids, weights, gate, up, down, call.outputs[0],
-        call.attrs["activation"], call.attrs["total"], call.workspace,
+        call.attrs["activation"], call.attrs["total"], call.workspace, residual,
     )  # fmt: skip
 
 
@@ -392,6 +395,7 @@ def _down(
 
 
 def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
+    from metainfer.backends.triton.templates.experts_add import experts_sum_add
     from metainfer.backends.triton.templates.experts_grouped import experts_sum
 
     tokens, width = call.out.shape
@@ -401,7 +405,11 @@ def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
         "out_token": call.out.stride(0),
     }  # fmt: skip
     constants = {"CHOICES": call.ids.shape[1], "PARTS": parts, "COLUMNS": columns}
-    return Launch(experts_sum, (tokens * -(-width // columns),), arguments, constants, 4, 1)
+    grid = (tokens * -(-width // columns),)
+    if call.residual is None:
+        return Launch(experts_sum, grid, arguments, constants, 4, 1)
+    added = {"residual": call.residual, "residual_token": call.residual.stride(0)}
+    return Launch(experts_sum_add, grid, {**arguments, **added}, constants, 4, 1)
 
 
 def _matrix(call: Experts) -> str:

@@ -29,10 +29,10 @@ from metainfer.backends.triton.launch import Launch, TritonBinder
 from metainfer.hardware.device import Device
 from metainfer.ir.dtypes import F4E2M1, F8E4M3, MXFP4, Block, DType
 from metainfer.ir.graph import Op
-from metainfer.ir.ops.record import attr_value
 
 BF16_STEP = 2.0**-8
 _STACKS = (3, 4, 5)
+KIND, ADDED = "experts", "experts_add"
 
 # Not measured yet.
 _SOURCE = "assumed, to be replaced by benchmarks/gpu/experts.py"
@@ -43,19 +43,24 @@ CODED = Efficiency(0.65, 0.4, source=_SOURCE)
 
 
 def register_experts(kernels: Registry, layouts: LayoutRegistry) -> None:
-    """Add one kernel for each format."""
+    """Add one kernel for each format, and one for the group that adds a residual."""
+    for kind in (KIND, ADDED):
+        _register(kind, kernels, layouts)
+
+
+def _register(kind: str, kernels: Registry, layouts: LayoutRegistry) -> None:
     for name in ("bf16", "f16"):
         plain = tuple(dtype(i, name) for i in _STACKS)
-        kernels.add(_kernel(name, (dtype(0, name), *plain), PLAIN, layouts))
-        wide = _kernel(f"{name}_wide", (dtype(0, name), *plain), WIDE, layouts, wide=True)
-        kernels.add(wide)
+        kernels.add(_kernel(kind, name, (dtype(0, name), *plain), PLAIN, layouts))
+        requires = (dtype(0, name), *plain)
+        kernels.add(_kernel(kind, f"{name}_wide", requires, WIDE, layouts, wide=True))
     for form, text, holds, activations in (
         ("e4m3", "e4m3 codes without offsets", _is_e4m3, ("bf16", "f16")),
         ("e2m1", str(MXFP4), _is_mxfp4, ("bf16",)),
     ):
         kept = tuple(format_is(i, text, holds) for i in _STACKS)
         requires = (dtype(0, *activations), *kept, alike(3, 4), feature("fp8_mma"))
-        kernels.add(_kernel(form, requires, CODED, layouts, layout=CODES))
+        kernels.add(_kernel(kind, form, requires, CODED, layouts, layout=CODES))
 
 
 def _launches(call: TorchCall, wide: bool) -> list[Launch]:
@@ -63,6 +68,7 @@ def _launches(call: TorchCall, wide: bool) -> list[Launch]:
 
 
 def _kernel(
+    kind: str,
     variant: str,
     formats: tuple[Constraint, ...],
     efficiency: Efficiency,
@@ -75,8 +81,8 @@ def _kernel(
     run: Callable[[TorchCall], list[Launch]] = partial(_launches, wide=wide)
     step = 32 if variant == "e2m1" else 16
     return Kernel(
-        f"triton.experts_{variant}",
-        "experts",
+        f"triton.{kind}_{variant}",
+        kind,
         "triton",
         requires=(
             device_kind("gpu"),
@@ -87,7 +93,7 @@ def _kernel(
             *(weight_operand(i) for i in _STACKS),
             multiple_of(3, 2, step, "D"),
             multiple_of(5, 2, step, "F"),
-            dense(0, 1, 2),
+            dense(0, 1, 2, *((6,) if kind == ADDED else ())),
         ),
         layouts=layouts,
         efficiency=efficiency,
@@ -129,7 +135,7 @@ def _effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
     """Rows of tiles over pairs: every expert that is chosen leaves one tile partly filled."""
     tokens, choices = (d.evaluate(env) for d in op.operands[1].tensor.shape)
     held = op.operands[3].tensor.shape[0].static
-    total = int(cast(int, attr_value(op, "total"))) or held
+    total = int(cast(int, op.attr.get("total", 0))) or held
     each = max(tokens * choices / total, 1.0)
     rows = next((n for n in (16, 32, 64) if each <= 1.5 * n), 128)
     return -(-each // rows) * rows / each
