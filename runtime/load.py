@@ -65,9 +65,10 @@ def load(
     found = plan if isinstance(plan, Plan) else Plan.read(Path(plan))
     machine = Machine.from_dict(dict(found.meta["machine"]))
     check_fingerprints(dict(found.meta["kernel_sources"]))
+    process = launched()
+    _check_gpus(machine, process.local_rank if process is not None else 0)
     if not allow_machine_mismatch:
         _check_machine(machine)
-    process = launched()
     if process is None or process.world == 1:
         check_world(found.layout, 1)
         provider = _provider(found, weights, allow_checkpoint_mismatch)
@@ -86,13 +87,25 @@ def _modules(plan: Plan, stage: int) -> tuple[Module, ...]:
     return tuple(plan.module(phase, stage) for phase in plan.phases)
 
 
-def _check_machine(planned: Machine) -> None:
-    kind = planned.device(0).kind
-    if kind == "gpu" and not torch.cuda.is_available():
+def _check_gpus(planned: Machine, local_rank: int) -> None:
+    """Require the GPU of this rank: no permission makes up for it."""
+    if planned.device(0).kind != "gpu":
+        return
+    if not torch.cuda.is_available():
         raise PlanError(
             f"the plan is for {planned.name}, here is no GPU",
             advice="compile for this machine (--hw cpu), or run the plan where its GPUs are",
         )
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise PlanError(
+            f"rank {local_rank} of this host has no GPU: here are {count}",
+            advice="one rank takes one GPU: compile for fewer, or show the processes more of them",
+        )
+
+
+def _check_machine(planned: Machine) -> None:
+    kind = planned.device(0).kind
     here = detect_machine(kind, planned.num_devices if kind == "cpu" else None)
     differences = matches(planned, here)
     if differences:

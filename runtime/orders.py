@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from metainfer.backends.ranks.meeting import meeting
-from metainfer.runtime.ranks import Ranks
+from metainfer.runtime.ranks import Ranks, wait
 
 # Most decode steps fit into one frame, so that they cost one broadcast.
 FRAME_BYTES = 1 << 14
@@ -78,30 +79,29 @@ def give(ranks: Ranks, order: Order) -> None:
     data = encode(order)
     whole = bytearray(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
     whole += bytes(max(FRAME_BYTES - len(whole), 0))
-    with _meeting(ranks):
-        _broadcast(ranks, torch.frombuffer(whole, dtype=torch.uint8, count=FRAME_BYTES))
+    with _meeting(f"the order of a {order.kind}", ranks):
+        _send(ranks, torch.frombuffer(whole, dtype=torch.uint8, count=FRAME_BYTES))
         if len(whole) > FRAME_BYTES:
-            _broadcast(ranks, torch.frombuffer(whole, dtype=torch.uint8, offset=FRAME_BYTES))
+            _send(ranks, torch.frombuffer(whole, dtype=torch.uint8, offset=FRAME_BYTES))
+
+
+def _send(ranks: Ranks, data: torch.Tensor) -> None:
+    wait(dist.broadcast(data, src=0, group=ranks.control, async_op=True), ranks.limit_s)
 
 
 def take(ranks: Ranks) -> Order:
     """Every other rank's side: wait for the next order. Raises: RankError if the leader is gone."""
     frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-    with _meeting(ranks):
-        _broadcast(ranks, frame)
+    with _meeting("waiting for an order", ranks):
+        dist.broadcast(frame, src=0, group=ranks.control)
         found = bytearray(frame.numpy().tobytes())
         length = int.from_bytes(found[:_LENGTH_BYTES], "little") + _LENGTH_BYTES
         if length > FRAME_BYTES:
             rest = torch.empty(length - FRAME_BYTES, dtype=torch.uint8)
-            _broadcast(ranks, rest)
+            dist.broadcast(rest, src=0, group=ranks.control)
             found += rest.numpy().tobytes()
     return decode(found[_LENGTH_BYTES:length])
 
 
-def _broadcast(ranks: Ranks, data: torch.Tensor) -> None:
-    dist.broadcast(data, src=0, group=ranks.control)
-
-
-def _meeting(ranks: Ranks) -> Any:
-    everybody = tuple(range(ranks.layout.num_ranks))
-    return meeting("an order of rank 0", ranks.rank, everybody, ranks.limit_s)
+def _meeting(what: str, ranks: Ranks) -> AbstractContextManager[None]:
+    return meeting(what, ranks.rank, ranks.everybody, ranks.limit_s)

@@ -16,7 +16,7 @@ from metainfer.ir.plan import Plan
 from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
 from metainfer.runtime.model import LoadedModel
 from metainfer.runtime.orders import Arrays, Order, give, take
-from metainfer.runtime.ranks import Ranks
+from metainfer.runtime.ranks import Ranks, wait
 from metainfer.runtime.replicas import Given, alike
 from metainfer.runtime.weights import Provider
 
@@ -135,8 +135,10 @@ class RankedModel(LoadedModel):
                 logits = own.float().cpu()
             else:
                 logits = torch.empty((rows, self.vocab_size), dtype=torch.float32)
-                with self._waiting(f"the logits of rank {rank}", rank):
-                    dist.recv(logits, src=rank, group=self._ranks.control)
+                limit_s = self._ranks.limit_s * self._ranks.layout.pp
+                with meeting(f"taking logits of rank {rank}", 0, (0, rank), limit_s):
+                    group = self._ranks.control
+                    wait(dist.irecv(logits, src=rank, group=group), limit_s)
             wanted = len(given[1]["sample_rows"]) if given is not None else 0
             found.append(logits[:wanted].numpy())
         return found

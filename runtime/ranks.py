@@ -20,6 +20,7 @@ from metainfer.ir.simulate import axis_groups, axis_numbers
 from metainfer.ir.strategy import Layout
 
 JOIN_LIMIT_S = 300.0
+LOAD_LIMIT_S = 3600.0
 # Waiting for work is no fault: whoever ends, or is killed, closes his connections.
 _WORK_LIMIT_S = 30 * 24 * 3600.0
 _HASH_CHARS = 64
@@ -123,15 +124,27 @@ class Ranks:
 
     def barrier(self, what: str) -> None:
         """Wait for all ranks. Raises: RankError if one is gone."""
-        everybody = tuple(range(self.layout.num_ranks))
-        with meeting(what, self.rank, everybody, _WORK_LIMIT_S):
-            dist.barrier(group=self.control)
+        with meeting(what, self.rank, self.everybody, LOAD_LIMIT_S):
+            wait(dist.barrier(group=self.control, async_op=True), LOAD_LIMIT_S)
+
+    @property
+    def everybody(self) -> tuple[int, ...]:
+        """All ranks."""
+        return tuple(range(self.layout.num_ranks))
 
     def close(self) -> None:
         """Leave the ranks."""
         set_context(None)
         if self.is_owner and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def wait(work: Any, limit_s: float) -> None:
+    """Wait for what was begun on the control group, which itself waits for work without a limit.
+
+    Raises: RuntimeError if it does not end in time.
+    """
+    work.wait(timedelta(seconds=limit_s))
 
 
 def numbers_in(layout: Layout, rank: int) -> dict[str, int]:

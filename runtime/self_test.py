@@ -26,7 +26,7 @@ from metainfer.ir.ops.collective import exchange
 from metainfer.ir.ops.record import op_def
 from metainfer.ir.streams import meeting_of
 from metainfer.ir.types import TensorType
-from metainfer.runtime.ranks import Ranks
+from metainfer.runtime.ranks import JOIN_LIMIT_S, Ranks, wait
 
 LIMIT_S = 10.0
 # Larger steps are cut: what goes wrong does so at a few megabytes too.
@@ -117,8 +117,7 @@ def self_test(ranks: Ranks, modules: Iterable[Module], backends: Backends) -> No
     Raises: RankError on all ranks that names op, algorithm and rank.
     """
     found = trials(modules)
-    everybody = tuple(range(ranks.layout.num_ranks))
-    with meeting("the self-test's agreement", ranks.rank, everybody, LIMIT_S):
+    with meeting("the self-test's agreement", ranks.rank, ranks.everybody, JOIN_LIMIT_S):
         said = _limited("passing activations on", lambda: _links(ranks))
         if _most(ranks, int(bool(said))):
             raise _failure(ranks, said)
@@ -133,7 +132,8 @@ def self_test(ranks: Ranks, modules: Iterable[Module], backends: Backends) -> No
 def _most(ranks: Ranks, number: int) -> int:
     """The largest of all ranks' numbers."""
     held = torch.tensor([number], dtype=torch.int32)
-    dist.all_reduce(held, op=dist.ReduceOp.MAX, group=ranks.control)
+    begun = dist.all_reduce(held, op=dist.ReduceOp.MAX, group=ranks.control, async_op=True)
+    wait(begun, JOIN_LIMIT_S)
     return int(held.item())
 
 

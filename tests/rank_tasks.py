@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import metainfer
 from metainfer.backends.registry import installed
 from metainfer.backends.torch.call import TorchBinder, TorchCall
 from metainfer.backends.torch.tensors import to_torch
-from metainfer.ir.dtypes import parse_dtype
+from metainfer.ir.dtypes import Scalar, parse_dtype
 from metainfer.ir.graph import Op, Value, attrs_of
 from metainfer.ir.ops.collective import exchange
 from metainfer.ir.ops.record import infer_types, op_def
@@ -67,7 +67,7 @@ def collective(
     for rank in range(attrs["ranks"]):
         rng = np.random.default_rng([rank, len(shape)])
         numbers = rng.standard_normal(shape) * 100
-        parts.append(numbers.astype(np.float32).astype(parse_dtype(dtype).numpy))
+        parts.append(numbers.astype(np.float32).astype(cast(Scalar, parse_dtype(dtype)).numpy))
     return op, parts
 
 
@@ -121,3 +121,41 @@ def load_with_fault(plan: Path, kernel: str, fault: str, guilty: int) -> None:
         return
     with _replaced(kernel, broken):
         metainfer.load(plan, allow_machine_mismatch=True).close()
+
+
+def lose_a_rank(plan: Path) -> str:
+    """Rank 1 leaves without a word while rank 0 works."""
+    model = metainfer.load(plan, allow_machine_mismatch=True)
+    if not model.is_leader:
+        torch.distributed.destroy_process_group()
+        return "left"
+    engine = Engine(model, end_ids=())
+    with model:
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20))
+    return "answered"
+
+
+def hang_in_a_step(plan: Path, kernel: str) -> None:
+    """Rank 1 hangs in a collective, long after the self-test."""
+
+    def hanging(call: TorchCall) -> None:
+        time.sleep(4)
+        raise InterruptedError("waited long enough for the others to give up")
+
+    with metainfer.load(plan, allow_machine_mismatch=True, time_limit_s=1.5) as model:
+        if model.is_leader:
+            Engine(model, end_ids=()).generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+            return
+        with _replaced(kernel, hanging):
+            model.follow()
+
+
+def answer_after_a_rest(plan: Path) -> int:
+    """The leader has nothing to do for longer than a meeting may take."""
+    with metainfer.load(plan, allow_machine_mismatch=True, time_limit_s=1.0) as model:
+        model.follow()
+        if not model.is_leader:
+            return 0
+        time.sleep(2.5)
+        (found,) = Engine(model, end_ids=()).generate([[1, 2]], SamplingParams(max_tokens=3))
+        return len(found.token_ids)

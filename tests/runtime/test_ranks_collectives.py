@@ -94,3 +94,16 @@ def test_an_algorithm_that_hangs_is_an_error_within_its_limit(pool: RankPool, pl
         assert f"rank {rank}: all_reduce over tp of" in one.text
         assert "it did not end within 2 s" in one.text
         assert "NCCL_P2P_DISABLE=1" in one.text
+
+
+def test_a_rank_that_hangs_in_a_step_is_named_with_the_op(pool: RankPool, plan: Path) -> None:
+    found = pool.outcomes(2, rank_tasks.hang_in_a_step, plan, chosen(plan), limit_s=30)
+    pool.close()
+    assert isinstance(found[0], Failed)
+    assert found[0].kind == "RankError"
+    assert "rank 0: all_reduce over tp with 1 did not end within 1.5 s" in found[0].text
+    assert "--time-limit" in found[0].text
+
+
+def test_waiting_for_work_has_no_limit(pool: RankPool, plan: Path) -> None:
+    assert pool.run(2, rank_tasks.answer_after_a_rest, plan) == 3

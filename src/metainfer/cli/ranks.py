@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from metainfer.cli.errors import COMMAND, FAULT
+from metainfer.cli.errors import COMMAND, FAULT, INTERRUPTED
 from metainfer.ir.errors import MetainferError, PlanError, RankError
 
 if TYPE_CHECKING:
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 
 # A rank that only noticed that another failed lets that one be heard first.
 _ECHO_WAIT_S = 1.0
-_SHUTDOWN_S = 3
+# How often the launcher looks after its ranks, and how long one may outlive another.
+_LOOK_S = 0.5
+_STUCK_S = 6.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_RUN = "metainfer-ranks-"
 
 
 def own_rank() -> int | None:
@@ -72,9 +77,8 @@ def _planned(plan: Path) -> tuple[int, str]:
 def start_ranks(ctx: typer.Context, plan: Path) -> None:
     """Run this very command as the ranks of a plan, and wait for all of them.
 
-    Raises: RankError with what the rank that failed first said.
+    Raises: RankError or typer.Exit with what the rank that failed first said.
     """
-    import logging
     import tempfile
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -82,24 +86,68 @@ def start_ranks(ctx: typer.Context, plan: Path) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     count, _ = _planned(plan)
-    # What went wrong is said once, below.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="metainfer-ranks-") as folder:
+    _silence("torch.distributed.elastic")
+    with tempfile.TemporaryDirectory(prefix=_RUN) as folder:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=Path(folder).name,
             rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
             max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(log_dir=folder),
         )  # fmt: skip
-        if hasattr(config, "shutdown_timeout"):
-            # Newer torch: how long a rank that does not end when told to is waited for.
-            config.shutdown_timeout = _SHUTDOWN_S
         command = ("-m", "metainfer", *ctx.meta[COMMAND])
-        try:
-            elastic_launch(config, sys.executable)(*command)
-        except ChildFailedError as error:
-            _report(error.failures)
-        except SignalException as error:
-            raise KeyboardInterrupt from error
+        with _ended_together(config.run_id, count):
+            try:
+                elastic_launch(config, sys.executable)(*command)
+            except ChildFailedError as error:
+                _report(error.failures)
+            except SignalException as error:
+                raise KeyboardInterrupt from error
+
+
+def _silence(logger: str) -> None:
+    """What goes wrong is said once, by us."""
+    import logging
+
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(logger):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def _ended_together(run_id: str, count: int) -> Iterator[None]:
+    """See to it that soon after one rank ended all have: one that is stuck is killed."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        most = 0
+        while not is_over.wait(_LOOK_S):
+            alive = _workers(run_id)
+            most = max(most, len(alive))
+            if most == count and len(alive) < count:
+                break
+        if is_over.wait(_STUCK_S):
+            return
+        for worker in _workers(run_id):
+            os.kill(worker, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _workers(run_id: str) -> list[int]:
+    """Processes of this run that this one started; none where the system does not tell."""
+    found = []
+    for listed in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, listed.read_text().split()):
+            try:
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+            except OSError:
+                continue
+            if f"TORCHELASTIC_RUN_ID={run_id}".encode() in environ.split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def _report(failures: "Mapping[int, ProcessFailure]") -> None:
@@ -110,17 +158,17 @@ def _report(failures: "Mapping[int, ProcessFailure]") -> None:
             f"rank {rank} was ended by signal {-first.exitcode} ({first.signal_name()})",
             advice="if nobody sent it: it ran out of memory (see dmesg), or crashed",
         )
-    sys.stderr.write(f"{_said(first) or f'error: rank {rank} ended with exit code'}\n")
+    sys.stderr.write(f"{_said(first) or f'error: rank {rank} failed without a word'}\n")
     raise typer.Exit(first.exitcode)
 
 
 def _precedence(failure: "ProcessFailure") -> tuple[int, int]:
-    """Killed from outside before failed by itself, before those that only noticed."""
+    """Its own error before a signal, before what others noticed of it, before being told to end."""
+    if failure.exitcode == -signal.SIGTERM:
+        return 3, failure.timestamp
     if failure.exitcode < 0:
-        is_ours = failure.exitcode == -signal.SIGTERM
-        return (3 if is_ours else 0), failure.timestamp
-    is_echo = bool(_extra(failure).get("is_echo"))
-    return (2 if is_echo else 1), failure.timestamp
+        return 1, failure.timestamp
+    return (2 if _extra(failure).get("is_echo") else 0), failure.timestamp
 
 
 def _extra(failure: "ProcessFailure") -> Mapping[str, Any]:
@@ -143,27 +191,42 @@ def as_rank() -> Iterator[None]:
     if rank is None:
         yield
         return
+    _end_with_launcher()
     try:
         yield
-    except (typer.Exit, KeyboardInterrupt):
+    except typer.Exit:
         raise
+    except KeyboardInterrupt:
+        _leave("", INTERRUPTED, is_echo=True)
     except MetainferError as error:
         is_echo = isinstance(error, RankError) and error.is_echo
         if is_echo:
             time.sleep(_ECHO_WAIT_S)
-        _leave(f"error: {error.render()}", error.exit_code, is_echo)
+        _leave(f"error: {error.render()}", error.exit_code, is_echo=is_echo)
     except Exception as error:
         line = (str(error).splitlines() or ["no message"])[0]
-        _leave(f"internal error of rank {rank}: {type(error).__name__}: {line}", FAULT, False)
+        _leave(
+            f"internal error of rank {rank}: {type(error).__name__}: {line}", FAULT, is_echo=False
+        )
 
 
-def _leave(text: str, code: int, is_echo: bool) -> None:
+def _end_with_launcher() -> None:
+    """Ask the system to end this process when the launcher that started it is gone."""
+    if not os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN):
+        return
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _leave(text: str, code: int, *, is_echo: bool) -> None:
     """Say what happened, and end at once: a thread may hang in a transport."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
+    if file and text:
         extra = {"timestamp": str(int(time.time())), "is_echo": is_echo}
         Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-    else:
+    elif text:
         sys.stderr.write(f"{text}\n")
     sys.stdout.flush()
     sys.stderr.flush()
