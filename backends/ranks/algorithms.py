@@ -90,12 +90,15 @@ def all_reduce_two_shot(call: TorchCall) -> None:
     call.outputs[0].copy_(two_shot_sum(call))
 
 
+def parts_to_sum(call: TorchCall) -> torch.Tensor:
+    """This rank's part of every rank's first operand, in rank order: [ranks, ...]."""
+    parts = _split(call.inputs[0], int(call.attrs["dim"]), int(call.attrs["ranks"]))
+    return _exchange_flat(parts.reshape(-1), group_of_call(call)).view(parts.shape)
+
+
 def reduce_scatter_one_shot(call: TorchCall) -> None:
     """Each rank gets its part of every rank's tensor and sums."""
-    ranks, dim = int(call.attrs["ranks"]), int(call.attrs["dim"])
-    parts = _split(call.inputs[0], dim, ranks)
-    got = _exchange_flat(parts.reshape(-1), group_of_call(call)).view(parts.shape)
-    call.outputs[0].copy_(_sum(got))
+    call.outputs[0].copy_(_sum(parts_to_sum(call)))
 
 
 def all_gather_library(call: TorchCall) -> None:

@@ -1,4 +1,4 @@
-"""Groups that begin with an all-reduce: what the ranks send, then the rest of the body in one pass.
+"""Groups that begin with a sum over ranks: what they send, then the rest of the body in one pass.
 
 The pass is the group's own body with a local sum in place of the collective, emitted like any
 other: it sums parts that came whole, and takes a finished sum as it is. So types that a body mixes
@@ -18,6 +18,7 @@ from metainfer.backends.ranks.algorithms import (
     gather_flat,
     group_of_call,
     guarded,
+    parts_to_sum,
     two_shot_sum,
 )
 from metainfer.backends.torch.call import TorchCall
@@ -30,6 +31,8 @@ from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op, Value, attrs_of
 
 KIND = "all_reduce_add_rms_norm"
+SCATTERED = "reduce_scatter_add_rms_norm"
+_SUMS = ("all_reduce", "reduce_scatter")
 Receive = Callable[[TorchCall], torch.Tensor]
 _NOTHING: frozenset[int] = frozenset()
 
@@ -38,7 +41,7 @@ def local_op(op: Op, parts: int) -> Op:
     """What a rank computes of a group once it has received.
 
     Args:
-        op: a group whose body begins with an all-reduce of its first operand.
+        op: a group whose body begins with a sum over ranks of its first operand.
         parts: how many parts it received; 0 if the sum is finished.
 
     Shapes: the first operand becomes [parts, ...], or stays.
@@ -48,7 +51,7 @@ def local_op(op: Op, parts: int) -> Op:
     body = op.body
     if body is None or not _begins_by_meeting(body):
         raise Unsupported(
-            "the group does not begin with an all-reduce of its first operand",
+            "the group does not begin with a sum over ranks of its first operand",
             advice="the group is split, or another kernel takes it",
         )
     total, rest = body.ops[0].result, body.ops[1:]
@@ -61,7 +64,7 @@ def local_op(op: Op, parts: int) -> Op:
     return replace(
         op,
         operands=(given, *op.operands[1:]),
-        attrs=attrs_of({"kind": f"{KIND}_{'parts' if parts else 'whole'}"}),
+        attrs=attrs_of({"kind": f"{op.attr['kind']}_{'parts' if parts else 'whole'}"}),
         body=replace(body, inputs=(first, *body.inputs[1:]), ops=ops),
         choices=(),
     )
@@ -69,7 +72,7 @@ def local_op(op: Op, parts: int) -> Op:
 
 def _begins_by_meeting(body: Graph) -> bool:
     first = next(iter(body.ops), None)
-    return first is not None and first.name == "all_reduce" and first.operands[0] == body.inputs[0]
+    return first is not None and first.name in _SUMS and first.operands[0] == body.inputs[0]
 
 
 def _library(call: TorchCall) -> torch.Tensor:
@@ -101,7 +104,7 @@ class MeetingBinder(TritonBinder):
             for launch in _pass(call, self.receive(call)):
                 launch.run()
 
-        return partial(guarded(KIND, passed), call)
+        return partial(guarded(str(call.attrs["kind"]), passed), call)
 
 
 def _pass(call: TorchCall, received: torch.Tensor) -> Sequence[Launch]:
@@ -114,18 +117,19 @@ def _launches(is_whole: bool) -> Launches:
     """Launches of the pass, whatever is received: what a check of kernels compiles."""
 
     def made(call: TorchCall) -> Sequence[Launch]:
-        x = call.inputs[0]
-        shape = x.shape if is_whole else (int(call.attrs["ranks"]), *x.shape)
-        return _pass(call, torch.empty(shape, dtype=x.dtype, device=x.device))
+        x, shape = call.inputs[0], call.outputs[0].shape
+        received = shape if is_whole else (int(call.attrs["ranks"]), *shape)
+        return _pass(call, torch.empty(received, dtype=x.dtype, device=x.device))
 
     return made
 
 
 # How the sum comes, and whether it is finished then.
-_RECEIVE: Mapping[str, tuple[Receive, bool]] = {
-    "library": (_library, True),
-    "one_shot": (_one_shot, False),
-    "two_shot": (two_shot_sum, True),
+_RECEIVE: Mapping[tuple[str, str], tuple[Receive, bool]] = {
+    (KIND, "library"): (_library, True),
+    (KIND, "one_shot"): (_one_shot, False),
+    (KIND, "two_shot"): (two_shot_sum, True),
+    (SCATTERED, "one_shot"): (parts_to_sum, False),
 }
 
 
@@ -136,15 +140,15 @@ def _is_emitted(query: Query) -> str | None:
     return None
 
 
-EMITTED = Constraint("an all-reduce and a body that can be emitted", _is_emitted)
+EMITTED = Constraint("a sum over ranks and a body that can be emitted", _is_emitted)
 
 
 def register_fused(kernels: Registry) -> None:
-    """Add the group by each algorithm of its all-reduce."""
-    for algorithm, (receive, is_whole) in _RECEIVE.items():
+    """Add each group by each algorithm of its sum."""
+    for (kind, algorithm), (receive, is_whole) in _RECEIVE.items():
         kernels.add(
             Kernel(
-                f"ranks.{KIND}_{algorithm}", KIND, "ranks",
+                f"ranks.{kind}_{algorithm}", kind, "ranks",
                 requires=(device_kind("gpu"), feature("triton"), EMITTED),
                 error=LIBRARY_ERROR if algorithm == "library" else 0.0,
                 binder=MeetingBinder(_launches(is_whole), receive),

@@ -1,4 +1,4 @@
-"""Groups that begin with an all-reduce: every algorithm and mixture of types beside the body."""
+"""Groups that begin with a sum over ranks: every algorithm and mixture of types beside the body."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from torch_samples import assert_close, scalar
 from triton_groups import as_op
 from triton_worker import check_compiles
 
-from metainfer.backends.ranks.algorithms import ALGORITHMS, LIBRARY_ERROR
-from metainfer.backends.ranks.fused import KIND, local_op
+from metainfer.backends.ranks.algorithms import LIBRARY_ERROR
+from metainfer.backends.ranks.fused import KIND, SCATTERED, local_op
+from metainfer.backends.registry import installed
 from metainfer.backends.torch.check import run_reference
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Op, attrs_of
@@ -19,27 +20,37 @@ from metainfer.ir.ops.collective import exchange
 from metainfer.ir.parser import parse_graph
 
 RNG = np.random.default_rng(11)
+KERNELS = [k.name for k in installed().kernels.all() if k.op in (KIND, SCATTERED)]
 MIXTURES = (("bf16", "bf16"), ("bf16", "f32"), ("f32", "bf16"), ("f16", "f32"), ("f32", "f32"))
 
 
-def group(stream: str, weight: str, ranks: int = RANKS, shift: str = "") -> Op:
-    norm = "%w" if not shift else "%9"
-    shifted = (
-        f"""%8 = full() {{dtype = "{weight}", shape = (), value = 1.0}} : {weight}[]
+def group(stream: str, weight: str, ranks: int = RANKS, shift: str = "", kind: str = KIND) -> Op:
+    norm, shifted = "%w", ""
+    if shift:
+        norm = "%9"
+        shifted = f"""%8 = full() {{dtype = "{weight}", shape = (), value = 1.0}} : {weight}[]
       %9 = add(%w, %8) : {weight}[40]"""
-        if shift
-        else ""
-    )
-    graph = parse_graph(f"""graph g(%p: {stream}[T,40], %r: {stream}[T,40], %w: {weight}[40]) {{
-      %0 = all_reduce(%p) {{axis = "tp", ranks = {ranks}}} : {stream}[T,40]
+    scattered = kind == SCATTERED
+    name, dim = ("reduce_scatter", "dim = 0, ") if scattered else ("all_reduce", "")
+    rows = f"{ranks}*T" if scattered else "T"
+    graph = parse_graph(f"""graph g(
+      %p: {stream}[{rows},40], %r: {stream}[T,40], %w: {weight}[40]
+    ) {{
+      %0 = {name}(%p) {{axis = "tp", {dim}ranks = {ranks}}} : {stream}[T,40]
       %1 = add(%0, %r) : {stream}[T,40]
       {shifted}
       %2 = rms_norm(%1, {norm}) {{eps = 1e-6}} : {stream}[T,40]
       return %1, %2
     }}""")
-    op = as_op(graph, KIND)
-    attrs = {"kind": KIND, "axis": "tp", "ranks": ranks, "eps": 1e-6}
+    op = as_op(graph, kind)
+    attrs = {"kind": kind, "axis": "tp", "ranks": ranks, "eps": 1e-6}
+    if scattered:
+        attrs["dim"] = 0
     return Op(op.name, op.operands, op.results, attrs_of(attrs), op.body)
+
+
+def kind_of(kernel: str) -> str:
+    return installed().kernels.get(kernel).op
 
 
 def data_of(op: Op, tokens: int) -> list[list[np.ndarray]]:
@@ -51,33 +62,35 @@ def data_of(op: Op, tokens: int) -> list[list[np.ndarray]]:
     return [[part, *made[1:]] for part in parts]
 
 
-def wanted_of(op: Op, data: list[list[np.ndarray]], env: dict[str, int]) -> Any:
-    """What the body says of the sum, which the reference of the collective makes."""
-    total = exchange("all_reduce", [d[0] for d in data], {"axis": "tp", "ranks": RANKS})[0]
-    return run_reference(local_op(op, 0), [total, *data[0][1:]], env)
+def wanted_of(op: Op, data: list[list[np.ndarray]], env: dict[str, int]) -> list[Any]:
+    """What the body says of each rank's sum, which the reference of the collective makes."""
+    assert op.body is not None
+    attrs = {"axis": "tp", "ranks": RANKS, "dim": 0}
+    totals = exchange(op.body.ops[0].name, [d[0] for d in data], attrs)
+    return [run_reference(local_op(op, 0), [total, *data[0][1:]], env) for total in totals]
 
 
 def test_every_algorithm_computes_the_body(tmp_path: Path) -> None:
     cases: list[Case] = []
-    for algorithm in ALGORITHMS["all_reduce"]:
+    for name in KERNELS:
         for stream, weight in MIXTURES:
             for shift in ("", "w + 1"):
-                op = group(stream, weight, shift=shift)
+                op = group(stream, weight, shift=shift, kind=kind_of(name))
                 for tokens in (1, 5):
-                    name = f"ranks.{KIND}_{algorithm}"
                     cases.append((name, op, data_of(op, tokens), {"T": tokens}))
     found = run_on_ranks(cases, str(tmp_path / "store"))
     for number, (name, op, data, env) in enumerate(cases):
         wanted = wanted_of(op, data, env)  # type: ignore[arg-type]
         error = LIBRARY_ERROR if name.endswith("library") else 0.0
         for rank in range(RANKS):
-            for got, want, value in zip(found[rank][number], wanted, op.results, strict=True):
+            pairs = zip(found[rank][number], wanted[rank], op.results, strict=True)
+            for got, want, value in pairs:
                 assert_close(got, want, scalar(value.tensor.dtype.name), error)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS["all_reduce"])
-def test_the_pass_compiles_for_cards_that_are_not_here(algorithm: str) -> None:
-    check_compiles(f"ranks.{KIND}_{algorithm}", group("bf16", "f32", 4), {"T": 48})
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_pass_compiles_for_cards_that_are_not_here(name: str) -> None:
+    check_compiles(name, group("bf16", "f32", 4, kind=kind_of(name)), {"T": 48})
 
 
 def test_a_body_that_begins_otherwise_is_refused() -> None:
@@ -89,5 +102,5 @@ def test_a_body_that_begins_otherwise_is_refused() -> None:
     }"""),
         KIND,
     )
-    with pytest.raises(Unsupported, match="begin with an all-reduce"):
+    with pytest.raises(Unsupported, match="begin with a sum over ranks"):
         local_op(op, 0)
