@@ -75,7 +75,7 @@ class CostModel:
         price = self._price(meeting, payload, algorithm)
         if op.body is None:
             return Cost(price.seconds, 0, payload, "fabric", price.basis)
-        moved = fused_bytes(op.body, env)
+        moved = _pass_bytes(op.body, meeting, env)
         memory = moved / (device.memory_bandwidth.sustained * kernel.efficiency.memory)
         seconds = price.seconds + memory + self.launch_seconds(device, kernel.backend)
         return Cost(seconds, 0, payload + moved, "fabric", price.basis)
@@ -127,7 +127,7 @@ class CostModel:
             payload = payload_bytes(meeting, env)
             machine, groups = self.machine, self._groups(meeting)
             least = max(cheapest(meeting.name, machine, g, payload).seconds for g in groups)
-            moved = fused_bytes(op.body, env) if op.body is not None else 0
+            moved = _pass_bytes(op.body, meeting, env) if op.body is not None else 0
             least += moved / device.memory_bandwidth.sustained
             return Cost(least, 0, payload + moved, "fabric")
         flops, moved = work_of(op, env)
@@ -191,6 +191,15 @@ def work_of(op: Op, env: Mapping[str, int]) -> tuple[int, int]:
         return record.flops(sizes), record.bytes(sizes)
     inner = [work_of(o, env) for o in op.body.ops]
     return sum(f for f, _ in inner), fused_bytes(op.body, env)
+
+
+def _pass_bytes(body: Graph, meeting: Op, env: Mapping[str, int]) -> int:
+    """Traffic of what follows a collective in a group: its result is read, once.
+
+    What was received on the way there belongs to the collective's own price, as where it is alone.
+    """
+    sent = _tensor_bytes(meeting.operands[0], env)
+    return fused_bytes(body, env) - sent + _tensor_bytes(meeting.result, env)
 
 
 # Ops that read only what they pick of an operand.
