@@ -11,8 +11,8 @@ from metainfer.backends.sources import check_fingerprints
 from metainfer.hardware.detect import detect_machine
 from metainfer.hardware.machine import Machine, matches
 from metainfer.ir.errors import CheckpointError, PlanError
-from metainfer.ir.graph import Module
 from metainfer.ir.plan import Plan
+from metainfer.runtime.alternates import Alternates
 from metainfer.runtime.checkpoint import Checkpoint, TensorSource, open_checkpoint
 from metainfer.runtime.model import LoadedModel
 from metainfer.runtime.ranked import RankedModel
@@ -75,16 +75,14 @@ def load(
         return LoadedModel(found, machine, provider, installed(), num_threads)
     ranks = join(found.layout, found.hash, process, machine.device(0).kind, time_limit_s)
     try:
-        self_test(ranks, _modules(found, ranks.stage), installed())
+        is_exact = bool(found.meta["options"].get("exact"))
+        modules = {phase: found.module(phase, ranks.stage) for phase in found.phases}
+        tested = self_test(ranks, modules, Alternates(machine, installed(), is_exact))
         provider = _provider(found, weights, allow_checkpoint_mismatch)
-        return RankedModel(found, machine, provider, installed(), num_threads, ranks)
+        return RankedModel(found, machine, provider, installed(), num_threads, ranks, tested)
     except BaseException:
         ranks.close()
         raise
-
-
-def _modules(plan: Plan, stage: int) -> tuple[Module, ...]:
-    return tuple(plan.module(phase, stage) for phase in plan.phases)
 
 
 def _check_gpus(planned: Machine, local_rank: int) -> None:

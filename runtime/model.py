@@ -35,11 +35,17 @@ class LoadedModel:
 
     For a language model: `run` executes one step (see `runtime.runner.StepRunner`), `engine` serves
     requests. For any other module the object is called with the module's inputs.
+
+    Attributes:
+        notes: lines for the user: where it runs otherwise than planned.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self, plan: Plan, machine: Machine, provider: Provider, backends: Backends,
         num_threads: int, ranks: "Ranks | None" = None,
+        modules: Mapping[str, Module] | None = None,
     ) -> None:  # fmt: skip
         self.plan = plan
         self.machine = machine
@@ -51,7 +57,8 @@ class LoadedModel:
         self.page_size = int(capacity["page_size"])
         self.num_pages = int(capacity["num_pages"])
         _set_threads(num_threads, ranks, has_cpu_kernels="cpu" in plan.meta["kernel_sources"])
-        self._phases = self._executors(provider, backends, ranks)
+        own = modules or {phase: plan.module(phase) for phase in plan.phases}
+        self._phases = self._executors(own, provider, backends, ranks)
         self.vocab_size = _vocab_size(plan.module(plan.phases[0], plan.layout.pp - 1))
         is_gpu = self._storage.device.type == "cuda"
         self._graphs = StepGraphs() if is_gpu and ranks is None else None
@@ -208,11 +215,11 @@ class LoadedModel:
     # --- inside --------------------------------------------------------------------------------
 
     def _executors(
-        self, provider: Provider, backends: Backends, ranks: "Ranks | None"
-    ) -> dict[str, PhaseExecutor]:
-        stage, numbers = (ranks.stage, ranks.numbers) if ranks is not None else (0, {})
+        self, modules: Mapping[str, Module], provider: Provider, backends: Backends,
+        ranks: "Ranks | None",
+    ) -> dict[str, PhaseExecutor]:  # fmt: skip
+        numbers = ranks.numbers if ranks is not None else {}
         device = self.machine.device(ranks.rank if ranks is not None else 0)
-        modules = {phase: self.plan.module(phase, stage) for phase in self.plan.phases}
         for module in modules.values():
             # Kernels trust shapes and write by address: a plan from elsewhere must not mislead.
             verify_module(module)

@@ -1,6 +1,7 @@
 """A plan on several ranks: the leader gives orders, every rank runs its part, results come back."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from metainfer.runtime.model import LoadedModel
 from metainfer.runtime.orders import Arrays, Order, give, take
 from metainfer.runtime.ranks import Ranks, wait
 from metainfer.runtime.replicas import Given, alike
+from metainfer.runtime.self_test import Tested
+from metainfer.runtime.watch import StepWatch
 from metainfer.runtime.weights import Provider
 
 _TOKENS = "tokens"
@@ -34,11 +37,14 @@ class RankedModel(LoadedModel):
 
     def __init__(
         self, plan: Plan, machine: Machine, provider: Provider, backends: Backends,
-        num_threads: int, ranks: Ranks,
+        num_threads: int, ranks: Ranks, tested: Tested,
     ) -> None:  # fmt: skip
-        super().__init__(plan, machine, provider, backends, num_threads, ranks)
+        super().__init__(plan, machine, provider, backends, num_threads, ranks, tested.modules)
+        self.notes = tested.notes
         self._ranks = ranks
         self._is_over = False
+        on_gpu = ranks.device.type == "cuda"
+        self._watch = StepWatch(ranks.rank, ranks.limit_s) if on_gpu else None
         self.num_replicas = plan.layout.dp
         # Nobody begins a step while another still reads weights.
         ranks.barrier("the loading of weights")
@@ -62,7 +68,8 @@ class RankedModel(LoadedModel):
         Raises: CapacityError if a step is larger than the plan's; RankError if a rank is gone.
         """
         padded = self._give_step(phase, steps)
-        return self._collected(steps, padded, self._stage(phase, padded[0], PhaseExecutor.run))
+        with self._watched():
+            return self._collected(steps, padded, self._stage(phase, padded[0], PhaseExecutor.run))
 
     def trace(
         self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
@@ -164,11 +171,21 @@ class RankedModel(LoadedModel):
             inputs = tuple(order.arrays[0].values())
             self._call(inputs, self._call_sizes(inputs))
         else:
-            given = _given(order.arrays[self._ranks.replica])
-            logits = self._stage(order.phase, given, PhaseExecutor.run)
-            if logits is not None and self._ranks.answers:
-                with self._waiting("handing logits to rank 0", 0):
-                    dist.send(logits.float().cpu().contiguous(), dst=0, group=self._ranks.control)
+            with self._watched():
+                self._obey_step(order)
+
+    def _obey_step(self, order: Order) -> None:
+        given = _given(order.arrays[self._ranks.replica])
+        logits = self._stage(order.phase, given, PhaseExecutor.run)
+        if logits is not None and self._ranks.answers:
+            with self._waiting("handing logits to rank 0", 0):
+                dist.send(logits.float().cpu().contiguous(), dst=0, group=self._ranks.control)
+        if self._ranks.device.type == "cuda":
+            # The step record's buffer is written again by the next order.
+            torch.cuda.current_stream().synchronize()
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.step()
 
     def _stage(self, phase: str, given: Given, run: Any) -> torch.Tensor | None:
         """Run this rank's stage of a step; its last stage returns the logits."""
@@ -207,6 +224,8 @@ class RankedModel(LoadedModel):
         if self.is_leader and not self._is_over:
             give(self._ranks, Order("stop"))
         self._is_over = True
+        if self._watch is not None:
+            self._watch.close()
         self._ranks.close()
 
     def __exit__(self, *raised: object) -> None:

@@ -220,7 +220,8 @@ def _form(layout: Layout, process: Process, kind: str, limit_s: float, is_owner:
     if kind == "gpu":
         backend, device = "nccl", torch.device("cuda", process.local_rank)
         torch.cuda.set_device(device)
-    limit = timedelta(seconds=limit_s)
+    # NOTE: NCCL's own watch aborts without a word; ours (`runtime.watch`) comes first.
+    limit = timedelta(seconds=limit_s * (4 if kind == "gpu" else 1))
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=_WORK_LIMIT_S))
     groups, peers = {}, {}
     for stage in range(layout.pp):

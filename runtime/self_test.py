@@ -5,7 +5,7 @@ little beside what it costs to find out in answers.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,14 @@ from metainfer.ir.ops.collective import exchange
 from metainfer.ir.ops.record import op_def
 from metainfer.ir.streams import meeting_of
 from metainfer.ir.types import TensorType
+from metainfer.runtime.alternates import Alternates, planned_algorithm, without
 from metainfer.runtime.ranks import JOIN_LIMIT_S, Ranks, wait
 
 LIMIT_S = 10.0
 # Larger steps are cut: what goes wrong does so at a few megabytes too.
 _MOST_ELEMENTS = 1 << 20
 _LINK_ELEMENTS = 1 << 16
+_WRONG = " elements are wrong"
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,13 @@ def _of_op(op: Op, limits: Mapping[str, tuple[int, int]]) -> Iterable[Trial]:
     meeting = meeting_of(op)
     if meeting is None:
         return
-    kind = str(op.attr.get("kind", op.name))
     least = {name: low for name, (low, _) in limits.items()}
     for choice in op.choices:
         most = {name: high for name, (_, high) in limits.items()}
         if choice.symbol:
             most[choice.symbol] = min(choice.limit, most[choice.symbol])
         for env in (least, most):
-            kernel = choice.kernel.replace(f".{kind}_", f".{meeting.name}_")
+            kernel = planned_algorithm(op, meeting, choice.kernel)
             yield Trial(meeting, kernel, _bounded(meeting.operands[0].tensor, env, limits))
         if choice.symbol:
             least[choice.symbol] = min(choice.limit + 1, limits[choice.symbol][1])
@@ -111,22 +112,91 @@ def _bounded(
     return shape
 
 
-def self_test(ranks: Ranks, modules: Iterable[Module], backends: Backends) -> None:
-    """Run every trial; all ranks stop at the first one that fails on any of them.
+@dataclass(frozen=True)
+class Tested:
+    """Modules whose collectives work here.
+
+    Attributes:
+        modules: of this rank's stage, by phase; other algorithms stand in for broken ones.
+        notes: what was replaced, a line each.
+    """
+
+    modules: Mapping[str, Module]
+    notes: tuple[str, ...] = ()
+
+
+def self_test(ranks: Ranks, modules: Mapping[str, Module], alternates: Alternates) -> Tested:
+    """Run every trial; algorithms that give wrong numbers on any rank are replaced on all.
+
+    All ranks stop at the first trial that fails on any of them, and begin anew without that
+    algorithm. After one that hangs its ranks are out of step for good.
+
+    Args:
+        ranks: that meet.
+        modules: of this rank's stage, by phase.
+        alternates: what may stand in for a broken algorithm.
 
     Raises: RankError on all ranks that names op, algorithm and rank.
     """
-    found = trials(modules)
+    broken: frozenset[str] = frozenset()
+    notes: list[str] = []
     with meeting("the self-test's agreement", ranks.rank, ranks.everybody, JOIN_LIMIT_S):
         said = _limited("passing activations on", lambda: _links(ranks))
-        if _most(ranks, int(bool(said))):
-            raise _failure(ranks, said)
-        # Stages have trials of their own, the agreement is over all ranks.
-        for number in range(_most(ranks, len(found))):
-            said = _run(ranks, found[number], backends) if number < len(found) else ""
-            # NOTE: going on with ranks out of step would mix up messages of different sizes.
-            if _most(ranks, int(bool(said))):
-                raise _failure(ranks, said)
+        _settle(ranks, Failure("", said) if said else None)
+        while True:
+            found = _first_failure(ranks, modules, alternates.backends)
+            if not found:
+                return Tested(modules, tuple(notes))
+            broken |= {one.kernel for one in found}
+            kept = {phase: without(m, broken, alternates) for phase, m in modules.items()}
+            modules = {phase: m for phase, m in kept.items() if m is not None}
+            if _most(ranks, int(len(modules) < len(kept))):
+                raise _error(found)
+            notes += [f"another algorithm stands in for {one.kernel}: {one.said}" for one in found]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A trial that failed.
+
+    Attributes:
+        kernel: the algorithm, "" if another one cannot stand in.
+        said: what was wrong.
+    """
+
+    kernel: str
+    said: str
+
+
+def _first_failure(
+    ranks: Ranks, modules: Mapping[str, Module], backends: Backends
+) -> tuple[Failure, ...]:
+    """What ranks say of the first trial that fails on any; nothing if all trials go well."""
+    found = trials(modules.values())
+    # Stages have trials of their own, the agreement is over all ranks.
+    for number in range(_most(ranks, len(found))):
+        failure = _run(ranks, found[number], backends) if number < len(found) else None
+        # NOTE: going on with ranks out of step would mix up messages of different sizes.
+        failures = _settle(ranks, failure)
+        if failures:
+            return failures
+    return ()
+
+
+def _settle(ranks: Ranks, failure: Failure | None) -> tuple[Failure, ...]:
+    """The failures of all ranks.
+
+    Raises: RankError if nothing can stand in for what failed.
+    """
+    if not _most(ranks, int(failure is not None)):
+        return ()
+    own = ("", "") if failure is None else (failure.kernel, f"rank {ranks.rank}: {failure.said}")
+    notes = [own] * ranks.layout.num_ranks
+    dist.all_gather_object(notes, own, group=ranks.control)
+    found = tuple(Failure(kernel, said) for kernel, said in notes if said)
+    if not all(one.kernel for one in found):
+        raise _error(found)
+    return found
 
 
 def _most(ranks: Ranks, number: int) -> int:
@@ -137,22 +207,22 @@ def _most(ranks: Ranks, number: int) -> int:
     return int(held.item())
 
 
-def _failure(ranks: Ranks, said: str) -> RankError:
-    notes: list[str] = [""] * ranks.layout.num_ranks
-    dist.all_gather_object(notes, said, group=ranks.control)
-    lines = [f"rank {rank}: {note}" for rank, note in enumerate(notes) if note]
+def _error(found: Sequence[Failure]) -> RankError:
     return RankError(
         "a collective of this plan does not work on this machine",
-        text="\n".join(lines[:10]),
+        text="\n".join(one.said for one in found[:10]),
         advice="compile again with --forbid KERNEL for the one named; GPUs: peer copies that hang "
         "or damage data come from ACS or an IOMMU: try NCCL_P2P_DISABLE=1",
     )
 
 
-def _run(ranks: Ranks, trial: Trial, backends: Backends) -> str:
-    """What is wrong with an algorithm, "" if nothing is."""
+def _run(ranks: Ranks, trial: Trial, backends: Backends) -> Failure | None:
+    """What is wrong with an algorithm, None if nothing is."""
     kernel = backends.kernels.get(trial.kernel)
-    return _limited(str(trial), lambda: _attempt(ranks, trial, kernel))
+    said = _limited(str(trial), lambda: _attempt(ranks, trial, kernel))
+    if not said:
+        return None
+    return Failure(trial.kernel if said.endswith(_WRONG) else "", said)
 
 
 def _limited(what: str, attempt: Callable[[], str]) -> str:
@@ -212,7 +282,7 @@ def _attempt(ranks: Ranks, trial: Trial, kernel: Kernel) -> str:
     operand = to_torch(parts[own]).to(ranks.device)
     kernel.binder.run(TorchCall(trial.op, (operand,), (output,), trial.attrs))
     different = int((output.cpu() != to_torch(np.ascontiguousarray(wanted))).sum())
-    return f"{trial}: {different} of {output.numel()} elements are wrong" if different else ""
+    return f"{trial}: {different} of {output.numel()}{_WRONG}" if different else ""
 
 
 def pattern(trial: Trial, number: int) -> np.ndarray:

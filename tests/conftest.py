@@ -3,6 +3,7 @@
 pytest --hypothesis-profile=night
 """
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -11,3 +12,10 @@ settings.register_profile(
 )
 settings.register_profile("night", max_examples=1000, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile("change")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-layouts", action="store_true",
+        help="tests of ranks: every layout with every format, not a pairwise selection",
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,6 +121,35 @@ def load_with_fault(plan: Path, kernel: str, fault: str, guilty: int) -> None:
         return
     with _replaced(kernel, broken):
         metainfer.load(plan, allow_machine_mismatch=True).close()
+
+
+def answer_with_a_liar(
+    plan: Path, kernels: Sequence[str], guilty: int, prompt: Sequence[int], max_tokens: int
+) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+    """Load and answer where algorithms of a rank work, but get one element wrong."""
+    process = launched()
+    assert process is not None
+    with ExitStack() as stack:
+        for kernel in kernels if process.rank == guilty else ():
+            stack.enter_context(_replaced(kernel, _wrong(kernel)))
+        with metainfer.load(plan, allow_machine_mismatch=True, num_threads=1) as model:
+            model.follow()
+            if not model.is_leader:
+                return None
+            engine = Engine(model, end_ids=())
+            (found,) = engine.generate([prompt], SamplingParams(max_tokens=max_tokens))
+            return model.notes, found.token_ids
+
+
+def _wrong(kernel: str) -> Callable[[TorchCall], None]:
+    right = installed().kernels.get(kernel).binder
+    assert isinstance(right, TorchBinder)
+
+    def run(call: TorchCall) -> None:
+        right.run(call)
+        call.outputs[0].view(-1)[-1] += 1
+
+    return run
 
 
 def lose_a_rank(plan: Path) -> str:

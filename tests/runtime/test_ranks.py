@@ -1,5 +1,6 @@
 """Plans on several ranks answer what one rank answers."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from hf_checkpoints import VOCAB, make_checkpoint
 from rank_pool import RankPool
 
 import metainfer
+from metainfer.ir.histogram import RoutingHistogram
 from metainfer.ir.plan import Plan
+from metainfer.ir.synthetic_router import zipf
 from metainfer.runtime.engine import Engine
 from metainfer.runtime.sampling import SamplingParams
 
@@ -19,26 +22,73 @@ EXACT: dict[str, Any] = {"activations": "f32", "weights": "f32", "exact": True}
 NEW_TOKENS = 7
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3_moe": {"num_experts": 8, "num_attention_heads": 8, "head_dim": 8},
-}
-# (model, layout, other options): every axis, every way to spread experts, every pair of axes.
-CHOSEN: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    "qwen3_moe": {
+        "num_experts": 8, "num_attention_heads": 8, "head_dim": 8, "hidden_size": 64,
+        "moe_intermediate_size": 64,
+    },
+}  # fmt: skip
+# Experts that a skewed histogram places, hot ones twice.
+SKEWED = {"routing": "skewed", "replicas": 4}
+PLAIN = {"overlap": False}
+# (model, layout, other options): every axis, every way to spread experts, and pairs of them with
+# formats, algorithms, placement and overlap.
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+CHOSEN: list[Case] = [
     ("llama", {"tp": 2}, {}),
     ("llama", {"pp": 2}, {}),
     ("llama", {"pp": 2, "tp": 2}, {"forbids": ("ranks.all_reduce_one_shot",)}),
-    ("qwen3_moe", {"tp": 2}, {}),
-    ("qwen3_moe", {"tp": 2, "ep": 2}, {"weights": "fp8"}),
-    ("qwen3_moe", {"dp": 2, "ep": 2}, {}),
-    ("qwen3_moe", {"dp": 2, "tp": 2, "ep": 4}, {}),
-    ("qwen3_moe", {"pp": 2, "dp": 2, "tp": 2, "ep": 2}, {}),
-    ("qwen3_moe", {"tp": 8, "ep": 8}, {}),
+    ("qwen3_moe", {"tp": 2}, {"weights": "mxfp4"}),
+    ("qwen3_moe", {"tp": 2, "ep": 2}, {"weights": "fp8", **PLAIN}),
+    ("qwen3_moe", {"dp": 2, "ep": 2}, {"micro_batches": 2}),
+    ("qwen3_moe", {"tp": 4, "ep": 4}, SKEWED),
+    ("qwen3_moe", {"dp": 2, "tp": 2, "ep": 4}, {"weights": "mxfp4", **PLAIN}),
+    ("qwen3_moe", {"pp": 2, "dp": 2, "tp": 2, "ep": 2}, {"weights": "fp8"}),
+    ("qwen3_moe", {"tp": 8, "ep": 8}, PLAIN),
 ]
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "llama": [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 3}, {"pp": 2, "tp": 2}, {"pp": 2, "tp": 4}],
+    "qwen3_moe": [
+        {"tp": 2}, {"tp": 4}, {"tp": 8}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}, {"tp": 8, "ep": 8},
+        {"dp": 2}, {"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 8, "ep": 8},
+        {"dp": 2, "tp": 2, "ep": 1}, {"dp": 2, "tp": 2, "ep": 2}, {"dp": 2, "tp": 2, "ep": 4},
+        {"dp": 2, "tp": 4, "ep": 8}, {"dp": 4, "tp": 2, "ep": 8}, {"pp": 2}, {"pp": 2, "tp": 2},
+        {"pp": 2, "dp": 2, "tp": 2, "ep": 1}, {"pp": 2, "dp": 2, "tp": 2, "ep": 2},
+        {"pp": 2, "dp": 2, "tp": 2, "ep": 4}, {"pp": 2, "tp": 4, "ep": 4},
+        {"pp": 2, "dp": 4, "ep": 4},
+    ],
+}  # fmt: skip
+
+
+def all_cases() -> list[Case]:
+    found: list[Case] = []
+    for kind, layouts in LAYOUTS.items():
+        for layout, weights, more in product(layouts, ("f32", "fp8", "mxfp4"), ({}, PLAIN, SKEWED)):
+            # A placement needs experts that are spread.
+            if more is not SKEWED or layout.get("ep", 1) > 1:
+                found.append((kind, layout, {"weights": weights, **more}))
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        cases = all_cases() if metafunc.config.getoption("--all-layouts") else CHOSEN
+        metafunc.parametrize(("kind", "layout", "more"), cases, ids=name_of)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {kind: make_checkpoint(kind, folder / kind, **keys) for kind, keys in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def skewed(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A histogram in which few experts have most of the tokens."""
+    layers = tuple(f"model.layers.{n}.mlp.experts" for n in range(3))
+    counts = tuple(tuple(int(1000 * c) for c in zipf(8, 1.2, seed)) for seed in range(3))
+    file = tmp_path_factory.mktemp("routing") / "skewed.json"
+    RoutingHistogram(models["qwen3_moe"].name, layers, counts).save(file)
+    return str(file)
 
 
 def prompts() -> list[list[int]]:
@@ -72,15 +122,15 @@ def name_of(value: object) -> str:
     return "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-@pytest.mark.parametrize(("kind", "layout", "more"), CHOSEN, ids=name_of)
 def test_ranks_answer_what_one_answers(
     pool: RankPool, models: dict[str, Path], one_rank: Any, tmp_path: Path,
-    kind: str, layout: dict[str, Any], more: dict[str, Any],
+    skewed: str, kind: str, layout: dict[str, Any], more: dict[str, Any],
 ) -> None:  # fmt: skip
     options = {**EXACT, **SMALL, **more}
+    if "routing" in more:
+        options["routing"] = skewed
     plan = metainfer.compile(str(models[kind]), "8xcpu", out=tmp_path / "plan", **options, **layout)
-    options.pop("forbids", None)
-    wanted = one_rank(kind, options)
+    wanted = one_rank(kind, {**EXACT, **SMALL, "weights": options["weights"]})
     assert len(set(wanted)) == len(wanted)
     count = plan.layout.num_ranks
     found = pool.run(count, rank_tasks.answers, tmp_path / "plan", prompts(), NEW_TOKENS)

@@ -84,6 +84,35 @@ def test_an_algorithm_that_does_nothing_is_caught(pool: RankPool, plan: Path, gu
         assert "elements are wrong" in one.text
 
 
+ALL_REDUCES = tuple(f"ranks.all_reduce_{name}" for name in ALGORITHMS["all_reduce"])
+
+
+def test_an_algorithm_that_damages_data_is_replaced(pool: RankPool, plan: Path) -> None:
+    asked = [5, 6, 7], 6
+    notes, wanted = pool.run(2, rank_tasks.answer_with_a_liar, plan, (), 0, *asked)
+    assert notes == ()
+    kernel = chosen(plan)
+    notes, found = pool.run(2, rank_tasks.answer_with_a_liar, plan, (kernel,), 1, *asked)
+    assert found == wanted
+    (note,) = notes
+    assert note.startswith(f"another algorithm stands in for {kernel}: rank 1: all_reduce over tp")
+    # Two of them lie: the third does it.
+    liars = (kernel, next(k for k in ALL_REDUCES if k != kernel))
+    notes, found = pool.run(2, rank_tasks.answer_with_a_liar, plan, liars, 0, *asked)
+    assert found == wanted
+    assert 1 <= len(notes) <= 2
+
+
+def test_where_all_algorithms_damage_data_nothing_runs(pool: RankPool, plan: Path) -> None:
+    liars = ALL_REDUCES
+    found = pool.outcomes(2, rank_tasks.answer_with_a_liar, plan, liars, 1, [5], 2)
+    for one in found:
+        assert isinstance(one, Failed)
+        assert one.kind == "RankError"
+        assert "rank 1: all_reduce over tp of [1, 48] by ranks.all_reduce_" in one.text
+        assert "1 of 48 elements are wrong" in one.text
+
+
 def test_an_algorithm_that_hangs_is_an_error_within_its_limit(pool: RankPool, plan: Path) -> None:
     kernel = chosen(plan)
     found = pool.outcomes(2, rank_tasks.load_with_fault, plan, kernel, "hangs", 1, limit_s=15)

@@ -17,7 +17,14 @@ from metainfer.cli.options import (
     WeightsPath,
     check_plan_path,
 )
-from metainfer.cli.output import print_json, print_table, progress, show_rate, show_seconds
+from metainfer.cli.output import (
+    print_json,
+    print_table,
+    progress,
+    show_notes,
+    show_rate,
+    show_seconds,
+)
 from metainfer.cli.ranks import as_rank, start_ranks, starts_ranks
 from metainfer.ir.errors import MetainferError
 
@@ -69,6 +76,7 @@ def bench(
             time_limit_s=time_limit,
         )  # fmt: skip
         with model:
+            show_notes(model.notes)
             model.follow()
             if not model.is_leader:
                 return

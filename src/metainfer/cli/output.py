@@ -64,6 +64,12 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda message: status.update(f"{title}: {message}")
 
 
+def show_notes(notes: Sequence[str]) -> None:
+    """Print to stderr where something runs otherwise than planned."""
+    for note in () if is_quiet() else notes:
+        typer.echo(f"note: {note}", err=True)
+
+
 def show_seconds(seconds: float) -> str:
     """A duration in the unit that fits it."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):

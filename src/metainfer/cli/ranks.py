@@ -192,20 +192,22 @@ def as_rank() -> Iterator[None]:
         yield
         return
     _end_with_launcher()
+    from metainfer.runtime.watch import leave
+
     try:
         yield
     except typer.Exit:
         raise
     except KeyboardInterrupt:
-        _leave("", INTERRUPTED, is_echo=True)
+        leave("", INTERRUPTED)
     except MetainferError as error:
         is_echo = isinstance(error, RankError) and error.is_echo
         if is_echo:
             time.sleep(_ECHO_WAIT_S)
-        _leave(f"error: {error.render()}", error.exit_code, is_echo=is_echo)
+        leave(f"error: {error.render()}", error.exit_code, is_echo=is_echo)
     except Exception as error:
         line = (str(error).splitlines() or ["no message"])[0]
-        _leave(
+        leave(
             f"internal error of rank {rank}: {type(error).__name__}: {line}", FAULT, is_echo=False
         )
 
@@ -218,16 +220,3 @@ def _end_with_launcher() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
-def _leave(text: str, code: int, *, is_echo: bool) -> None:
-    """Say what happened, and end at once: a thread may hang in a transport."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file and text:
-        extra = {"timestamp": str(int(time.time())), "is_echo": is_echo}
-        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-    elif text:
-        sys.stderr.write(f"{text}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

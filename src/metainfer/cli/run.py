@@ -19,7 +19,7 @@ from metainfer.cli.options import (
     WeightsPath,
     check_plan_path,
 )
-from metainfer.cli.output import print_json, progress, show_rate, show_seconds
+from metainfer.cli.output import print_json, progress, show_notes, show_rate, show_seconds
 from metainfer.cli.ranks import as_rank, is_quiet, start_ranks, starts_ranks
 from metainfer.ir.errors import MetainferError
 
@@ -98,6 +98,7 @@ def run(
                 time_limit_s=time_limit,
             )  # fmt: skip
         with model:
+            show_notes(model.notes)
             if not model.is_leader:
                 model.follow()
             elif model.is_language_model:
