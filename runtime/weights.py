@@ -73,11 +73,26 @@ class WeightStore:
             number = self._number(str(op.attr["axis"]))
             inner = shard_region(op, number, region)
             return self._make(op.operands[0], producers, weight, inner)
+        if op.name == "take_rows" and 0 in region:
+            return self._rows(op, producers, weight, region)
         needed = needed_region(op, region) if region else {}
         made = self._apply(
             op, [self._make(v, producers, weight, needed or {}) for v in op.operands]
         )
         return cut(made, region, needed) if region else made
+
+    def _rows(
+        self, op: Op, producers: Mapping[str, Op], weight: FlatWeight, region: Region
+    ) -> Array | BlockArray:
+        """Some of the rows that a `take_rows` picks: each is read and made by itself, once."""
+        start, stop = region[0]
+        index = self._make(op.operands[1], producers, weight, {})[start:stop].tolist()
+        made = {
+            row: self._make(op.operands[0], producers, weight, {**region, 0: (row, row + 1)})
+            for row in sorted(set(index))
+        }
+        join = op_def("concat_rows").reference
+        return cast(Array | BlockArray, join(*(made[row] for row in index)))
 
     def _apply(self, op: Op, operands: Sequence[Any]) -> Any:
         if op.name == "pack":

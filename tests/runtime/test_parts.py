@@ -16,6 +16,29 @@ from metainfer.ir.parser import parse_module
 from metainfer.ir.simulate import RankInput, simulate
 from metainfer.runtime.weights import WeightStore
 
+TAKEN = """\
+module f {{
+  mesh (dp=2, tp=2)
+  dim T in [1, 8]
+  load main {{
+    weights {{
+      @w : f32[8,4,8]
+      @order : i32[8]
+    }}
+    %0 = quantize(@w) {{format = "{format}"}} : {format}[8,4,8]
+    %1 = take_rows(%0, @order) : {format}[8,4,8]
+    %2 = take_shard(%1) {{axis = "tp", dim = 0, ranks = 2}} : {format}[4,4,8]
+    %3 = take_shard(%2) {{axis = "dp", dim = 0, ranks = 2}} : {format}[2,4,8]
+    return %3
+  }}
+  main(%x: f32[T,8]) {{
+    weights {{
+      @w : {format}[2,4,8]
+    }}
+    return @w
+  }}
+}}
+"""
 MODULE = """\
 module f {{
   mesh (dp=2, tp=2)
@@ -45,6 +68,8 @@ class Source:
     asked: list[Mapping[int, tuple[int, int]]] = field(default_factory=list)
 
     def __call__(self, name: str) -> np.ndarray | BlockArray:
+        if name == "order":
+            return ORDER
         self.asked.append({})
         return self.data
 
@@ -78,6 +103,8 @@ def shard(axis: str, dim: int, type_: str, parts: int = 0) -> tuple[str, str]:
     return f'take_shard axis = "{axis}", dim = {dim}, ranks = 2{more}', type_
 
 
+# Rows in another order, one of them three times.
+ORDER = np.array([5, 0, 3, 5, 1, 7, 5, 2], np.int32)
 B = "f8e4m3/4x4:f32"
 ROW = "f8e4m3/row:f32"
 # name -> (held, steps, kept, the part that rank (dp 1, tp 1) reads)
@@ -156,6 +183,27 @@ def test_a_rank_reads_its_part_only(name: str) -> None:
     (weight,) = flatten(module).weights.values()
     WeightStore(source, installed(), {"dp": 1, "tp": 1}).get(module, weight)
     assert source.asked == [wanted]
+
+
+@pytest.mark.parametrize("format", [B, ROW])
+def test_rows_that_are_picked_are_read_one_by_one(format: str) -> None:
+    """As experts are that a placement puts on a rank, some of them on several."""
+    module = parse_module(TAKEN.format(format=format))
+    numbers = np.random.default_rng(0).standard_normal((8, 4, 8)).astype(np.float32)
+    (weight,) = flatten(module).weights.values()
+    ranks = simulate(
+        module,
+        [RankInput([np.zeros((2, 8), np.float32)], {}, {})] * 4,
+        lambda name: {"w": numbers, "order": ORDER}[name],
+    )
+    for (dp, tp), wanted in zip(product((0, 1), (0, 1)), ranks, strict=True):
+        source = Source(numbers)
+        found = WeightStore(source, installed(), {"dp": dp, "tp": tp}).get(module, weight)
+        expected: Any = wanted.outputs[0]
+        assert isinstance(found, BlockArray)
+        np.testing.assert_array_equal(found.dequantize(), expected.dequantize())
+        rows = sorted(set(ORDER.tolist()[4 * tp + 2 * dp :][:2]))
+        assert source.asked == [{0: (row, row + 1)} for row in rows]
 
 
 def test_a_process_that_is_no_rank_is_told_so() -> None:
