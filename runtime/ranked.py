@@ -68,7 +68,7 @@ class RankedModel(LoadedModel):
         Raises: CapacityError if a step is larger than the plan's; RankError if a rank is gone.
         """
         padded = self._give_step(phase, steps)
-        with self._watched():
+        with self._watched(phase, padded[0]):
             return self._collected(steps, padded, self._stage(phase, padded[0], PhaseExecutor.run))
 
     def trace(
@@ -171,12 +171,12 @@ class RankedModel(LoadedModel):
             inputs = tuple(order.arrays[0].values())
             self._call(inputs, self._call_sizes(inputs))
         else:
-            with self._watched():
-                self._obey_step(order)
+            given = _given(order.arrays[self._ranks.replica])
+            with self._watched(order.phase, given):
+                self._obey_step(order.phase, given)
 
-    def _obey_step(self, order: Order) -> None:
-        given = _given(order.arrays[self._ranks.replica])
-        logits = self._stage(order.phase, given, PhaseExecutor.run)
+    def _obey_step(self, phase: str, given: Given) -> None:
+        logits = self._stage(phase, given, PhaseExecutor.run)
         if logits is not None and self._ranks.answers:
             with self._waiting("handing logits to rank 0", 0):
                 dist.send(logits.float().cpu().contiguous(), dst=0, group=self._ranks.control)
@@ -184,8 +184,10 @@ class RankedModel(LoadedModel):
             # The step record's buffer is written again by the next order.
             torch.cuda.current_stream().synchronize()
 
-    def _watched(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.step()
+    def _watched(self, phase: str, given: Given) -> AbstractContextManager[None]:
+        if self._watch is None:
+            return nullcontext()
+        return self._watch.step((phase, *self._sized(phase, *given)[1].values()))
 
     def _stage(self, phase: str, given: Given, run: Any) -> torch.Tensor | None:
         """Run this rank's stage of a step; its last stage returns the logits."""

@@ -18,6 +18,7 @@ from metainfer.backends.ranks.meeting import meeting
 from metainfer.ir.errors import PlanError
 from metainfer.ir.simulate import axis_groups, axis_numbers
 from metainfer.ir.strategy import Layout
+from metainfer.runtime.watch import FIRST_TIMES
 
 JOIN_LIMIT_S = 300.0
 LOAD_LIMIT_S = 3600.0
@@ -221,7 +222,7 @@ def _form(layout: Layout, process: Process, kind: str, limit_s: float, is_owner:
         backend, device = "nccl", torch.device("cuda", process.local_rank)
         torch.cuda.set_device(device)
     # NOTE: NCCL's own watch aborts without a word; ours (`runtime.watch`) comes first.
-    limit = timedelta(seconds=limit_s * (4 if kind == "gpu" else 1))
+    limit = timedelta(seconds=limit_s * (2 * FIRST_TIMES if kind == "gpu" else 1))
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=_WORK_LIMIT_S))
     groups, peers = {}, {}
     for stage in range(layout.pp):

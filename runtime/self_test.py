@@ -30,6 +30,8 @@ from metainfer.runtime.alternates import Alternates, planned_algorithm, without
 from metainfer.runtime.ranks import JOIN_LIMIT_S, Ranks, wait
 
 LIMIT_S = 10.0
+# NCCL connects the devices of a group when they first meet.
+FORM_LIMIT_S = 60.0
 # Larger steps are cut: what goes wrong does so at a few megabytes too.
 _MOST_ELEMENTS = 1 << 20
 _LINK_ELEMENTS = 1 << 16
@@ -141,7 +143,8 @@ def self_test(ranks: Ranks, modules: Mapping[str, Module], alternates: Alternate
     broken: frozenset[str] = frozenset()
     notes: list[str] = []
     with meeting("the self-test's agreement", ranks.rank, ranks.everybody, JOIN_LIMIT_S):
-        said = _limited("passing activations on", lambda: _links(ranks))
+        said = _limited("forming groups", lambda: _connect(ranks), FORM_LIMIT_S)
+        said = said or _limited("passing activations on", lambda: _links(ranks), FORM_LIMIT_S)
         _settle(ranks, Failure("", said) if said else None)
         while True:
             found = _first_failure(ranks, modules, alternates.backends)
@@ -225,7 +228,7 @@ def _run(ranks: Ranks, trial: Trial, backends: Backends) -> Failure | None:
     return Failure(trial.kernel if said.endswith(_WRONG) else "", said)
 
 
-def _limited(what: str, attempt: Callable[[], str]) -> str:
+def _limited(what: str, attempt: Callable[[], str], limit_s: float | None = None) -> str:
     """What an attempt says, or that it raised, or did not end in time."""
     outcome: list[str] = []
 
@@ -239,8 +242,20 @@ def _limited(what: str, attempt: Callable[[], str]) -> str:
     # A thread of its own: one that hangs in a transport cannot be interrupted, only left behind.
     worker = threading.Thread(target=run, daemon=True)
     worker.start()
-    worker.join(LIMIT_S)
-    return outcome[0] if outcome else f"{what}: it did not end within {LIMIT_S:g} s"
+    limit_s = limit_s or LIMIT_S
+    worker.join(limit_s)
+    return outcome[0] if outcome else f"{what}: it did not end within {limit_s:g} s"
+
+
+def _connect(ranks: Ranks) -> str:
+    """Meet once in every group."""
+    _use(ranks.device)
+    for axis, group in ranks.groups.items():
+        held = torch.ones(1, device=ranks.device)
+        dist.all_reduce(held, group=group)
+        if int(held.item()) != len(current().peers[axis]):
+            return f"of the {len(current().peers[axis])} ranks along {axis}, {held.item():g} met"
+    return ""
 
 
 def _links(ranks: Ranks) -> str:

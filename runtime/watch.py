@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +17,7 @@ from typing import NoReturn
 from metainfer.backends.ranks.meeting import last_meeting, overdue
 from metainfer.ir.errors import RankError
 
+FIRST_TIMES = 10
 _LOOKS = 20  # how often the watch looks at the clock within a limit
 
 
@@ -56,18 +57,25 @@ class StepWatch:
         self, rank: int, limit_s: float, act: Callable[[RankError], None] = _leave_by
     ) -> None:
         self._rank, self._limit_s, self._act = rank, limit_s, act
-        self._begun: float | None = None
+        self._known: set[Hashable] = set()
+        self._ends: float | None = None
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """A step, watched."""
-        self._begun = time.monotonic()
+    def step(self, sizes: Hashable) -> Iterator[None]:
+        """A step, watched; the first of its sizes has more time, since kernels are compiled in it.
+
+        Args:
+            sizes: of the step, phase included.
+        """
+        times = 1 if sizes in self._known else FIRST_TIMES
+        self._ends = time.monotonic() + self._limit_s * times
         try:
             yield
+            self._known.add(sizes)
         finally:
-            self._begun = None
+            self._ends = None
 
     def close(self) -> None:
         """Stop watching."""
@@ -75,8 +83,8 @@ class StepWatch:
 
     def _watch(self) -> None:
         while not self._is_over.wait(self._limit_s / _LOOKS):
-            begun = self._begun
-            if begun is not None and time.monotonic() - begun > self._limit_s:
+            ends = self._ends
+            if ends is not None and time.monotonic() > ends:
                 what = last_meeting() or "its work"
                 self._act(
                     overdue(f"a step (the last op begun was {what})", self._rank, self._limit_s)

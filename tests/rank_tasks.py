@@ -188,3 +188,13 @@ def answer_after_a_rest(plan: Path) -> int:
         time.sleep(2.5)
         (found,) = Engine(model, end_ids=()).generate([[1, 2]], SamplingParams(max_tokens=3))
         return len(found.token_ids)
+
+
+def call_module(plan: Path, weights: Path, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Call a module on each of several inputs, on rank 0."""
+    with metainfer.load(plan, weights, allow_machine_mismatch=True) as model:
+        model.follow()
+        if not model.is_leader:
+            return []
+        found = [model(torch.from_numpy(x)) for x in inputs]
+        return [y.numpy() for y in found if isinstance(y, torch.Tensor)]

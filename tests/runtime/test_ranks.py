@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import rank_tasks
+import torch
 from hf_checkpoints import VOCAB, make_checkpoint
 from rank_pool import RankPool
+from safetensors.torch import save_file
+from torch import nn
 
 import metainfer
 from metainfer.ir.histogram import RoutingHistogram
@@ -135,3 +138,20 @@ def test_ranks_answer_what_one_answers(
     count = plan.layout.num_ranks
     found = pool.run(count, rank_tasks.answers, tmp_path / "plan", prompts(), NEW_TOKENS)
     assert found == wanted
+
+
+def test_a_module_is_called_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
+    save_file(mlp.state_dict(), tmp_path / "mlp.safetensors")
+    example = (torch.randn(3, 16),)
+    metainfer.compile(
+        mlp, "2xcpu", tp=2, example_inputs=example, dynamic=(("B",),), out=tmp_path / "plan"
+    )
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal((rows, 16)).astype(np.float32) for rows in (1, 7)]
+    weights = tmp_path / "mlp.safetensors"
+    found = pool.run(2, rank_tasks.call_module, tmp_path / "plan", weights, inputs)
+    for x, y in zip(inputs, found, strict=True):
+        wanted = mlp(torch.from_numpy(x)).detach().numpy()
+        np.testing.assert_allclose(y, wanted, atol=1e-5)
