@@ -62,9 +62,29 @@ def _index(s: Lowering, n: Call) -> Value:
 
 def _wrapped(s: Lowering, index: Value, size: Dim) -> Value:
     """An index whose negative numbers count from the end, as those of Python do."""
+    if _is_place(s, index):
+        return index
     zero = s.scalar(0, index.tensor.dtype.name)
     from_end = s.emit("add", index, size_value(s, size, index.tensor.dtype.name))
     return s.emit("where", s.emit("lt", index, zero), from_end, index)
+
+
+# Ops whose results are numbers of places, and ops that keep them so.
+_PLACES = frozenset({"topk", "argmax", "iota"})
+_KEEPING = frozenset({"reshape", "transpose", "slice", "broadcast", "cast"})
+
+
+def _is_place(s: Lowering, index: Value) -> bool:
+    """Whether an index is never negative, since it says where something was found."""
+    for op in reversed(s.builder.ops):
+        if index.name not in [v.name for v in op.results]:
+            continue
+        if op.name in _PLACES:
+            return op.name != "iota" or op.attr.get("start", 0) == 0
+        if op.name not in _KEEPING:
+            return False
+        index = op.operands[0]
+    return False
 
 
 @lowers("gather")
