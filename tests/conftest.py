@@ -19,3 +19,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all-layouts", action="store_true",
         help="tests of ranks: every layout with every format, not a pairwise selection",
     )  # fmt: skip
+    parser.addoption(
+        "--thorough", action="store_true", help="slow tests too that differ little from others",
+    )  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--thorough"):
+        return
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            item.add_marker(pytest.mark.skip(reason="needs --thorough"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_steps import Step, decode_step, prefill_step
 from ranks import ManyRanks, OneRank
@@ -129,6 +129,11 @@ LAYOUTS = [
 ]
 
 
+# Each example interprets whole models on up to eight ranks.
+FEW = settings(max_examples=settings().max_examples * 2 // 5)
+
+
+@FEW
 @given(
     layout=st.sampled_from(LAYOUTS),
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
@@ -226,6 +231,7 @@ OVERLAPPED = [
 ]
 
 
+@FEW
 @given(
     layout=st.sampled_from(OVERLAPPED),
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),

@@ -1,6 +1,6 @@
 """SmolLM2 with its real weights beside transformers with the same weights, float32."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -166,14 +166,23 @@ FROM_FLOAT32: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", AS_SHIPPED)
+THOROUGH = ("bf16", "int8 where the file is wider")
+
+
+def named(cases: Iterable[str]) -> list[Any]:
+    """Names of cases, those of `THOROUGH` marked."""
+    marks = [(pytest.mark.thorough,) if name in THOROUGH else () for name in cases]
+    return [pytest.param(name, marks=m) for name, m in zip(cases, marks, strict=True)]
+
+
+@pytest.mark.parametrize("name", named(AS_SHIPPED))
 def test_divergence_of_the_file_as_it_is(name: str, reference: np.ndarray, text: list[int]) -> None:
     options, bound = AS_SHIPPED[name]
     model = compile_and_load("smollm2", max_context=256, max_sequences=20, **options)
     check_divergence(model, reference, text, bound)
 
 
-@pytest.mark.parametrize("name", FROM_FLOAT32)
+@pytest.mark.parametrize("name", named(FROM_FLOAT32))
 def test_divergence_of_quantized_float32(name: str, reference: np.ndarray, text: list[int]) -> None:
     options, bound = FROM_FLOAT32[name]
     bare = spec.with_(checkpoint=None, renames={}, unpermute=())
