@@ -1,6 +1,6 @@
 """A plan on several ranks: the leader gives orders, every rank runs its part, results come back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,6 +24,8 @@ from metainfer.runtime.watch import StepWatch
 from metainfer.runtime.weights import Provider
 
 _TOKENS = "tokens"
+# How the leader runs its part of a step: at once, timed, or watched.
+Run = Callable[[PhaseExecutor, Mapping[str, int]], None]
 
 
 class RankedModel(LoadedModel):
@@ -67,20 +69,21 @@ class RankedModel(LoadedModel):
         Shapes: as `LoadedModel.run` for each; no rows for a replica that idles.
         Raises: CapacityError if a step is larger than the plan's; RankError if a rank is gone.
         """
-        padded = self._give_step(phase, steps)
-        with self._watched(phase, padded[0]):
-            return self._collected(steps, padded, self._stage(phase, padded[0], PhaseExecutor.run))
+        return self._together(phase, steps, PhaseExecutor.run)
 
     def trace(
         self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
     ) -> tuple[np.ndarray, list[Measured], dict[str, int]]:
         """Run one step, timing every group of the leader's own part."""
         steps: list[Given | None] = [(tokens, step), *[None] * (self.num_replicas - 1)]
-        padded = self._give_step(phase, steps)
         measured: list[Measured] = []
-        env = self._sized(phase, *padded[0])[1]
-        own = self._stage(phase, padded[0], lambda e, sizes: measured.extend(e.trace(sizes)))
-        return self._collected(steps, padded, own)[0], measured, env
+        env: dict[str, int] = {}
+
+        def run(executor: PhaseExecutor, sizes: Mapping[str, int]) -> None:
+            measured.extend(executor.trace(sizes))
+            env.update(sizes)
+
+        return self._together(phase, steps, run)[0], measured, env
 
     def observe(
         self,
@@ -100,15 +103,27 @@ class RankedModel(LoadedModel):
                 f"rank 0 sees only a part of a plan of {layout}",
                 advice="compile for watching with --tp N alone, or for one rank",
             )
-        padded = self._give_step(phase, [(tokens, step)])
-        own = self._stage(phase, padded[0], lambda e, sizes: e.observe(sizes, watched, seen))
-        return self._collected([(tokens, step)], padded, own)[0]
+
+        def run(executor: PhaseExecutor, sizes: Mapping[str, int]) -> None:
+            executor.observe(sizes, watched, seen)
+
+        return self._together(phase, [(tokens, step)], run)[0]
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run a module on all ranks. Raises: as `LoadedModel.__call__`."""
         env = self._call_sizes(inputs)
         self._give(Order("call", "call", ({str(i): t for i, t in enumerate(inputs)},)))
         return self._call(inputs, env)
+
+    def _together(self, phase: str, steps: Sequence[Given | None], run: Run) -> list[np.ndarray]:
+        padded = self._give_step(phase, steps)
+        try:
+            with self._watched(phase, padded[0]):
+                return self._collected(steps, padded, self._stage(phase, padded[0], run))
+        except BaseException:
+            # The others may be in the middle of the step, where no order reaches them.
+            self._is_over = True
+            raise
 
     def _give_step(self, phase: str, steps: Sequence[Given | None]) -> list[Given]:
         padded = alike(steps) if self.num_replicas > 1 else _all(steps)
@@ -189,7 +204,7 @@ class RankedModel(LoadedModel):
             return nullcontext()
         return self._watch.step((phase, *self._sized(phase, *given)[1].values()))
 
-    def _stage(self, phase: str, given: Given, run: Any) -> torch.Tensor | None:
+    def _stage(self, phase: str, given: Given, run: Run) -> torch.Tensor | None:
         """Run this rank's stage of a step; its last stage returns the logits."""
         tokens, step = given
         executor, env = self._sized(phase, tokens, step)

@@ -198,3 +198,28 @@ def call_module(plan: Path, weights: Path, inputs: Sequence[np.ndarray]) -> list
             return []
         found = [model(torch.from_numpy(x)) for x in inputs]
         return [y.numpy() for y in found if isinstance(y, torch.Tensor)]
+
+
+def stop_in_a_step(plan: Path) -> float:
+    """The leader gives up in the middle of a step: how long it takes to leave."""
+    model = metainfer.load(plan, allow_machine_mismatch=True, time_limit_s=4.0)
+    if not model.is_leader:
+        with model:
+            model.follow()
+        return 0.0
+
+    def interrupted(call: TorchCall) -> None:
+        raise KeyboardInterrupt
+
+    kernels = [k.name for k in installed().kernels.all() if k.backend == "ranks"]
+    begun = 0.0
+    with ExitStack() as stack:
+        for kernel in kernels:
+            stack.enter_context(_replaced(kernel, interrupted))
+        try:
+            with model:
+                begun = time.monotonic()
+                Engine(model, end_ids=()).generate([[1, 2]], SamplingParams(max_tokens=2))
+        except KeyboardInterrupt:
+            return time.monotonic() - begun
+    return 1e9

@@ -78,3 +78,13 @@ def test_numbers_that_are_no_rank(monkeypatch: pytest.MonkeyPatch, rank: str, wo
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(PlanError, match="is no rank"):
         launched()
+
+
+def test_a_leader_that_stops_in_a_step_does_not_wait(
+    pool: RankPool, plans: dict[str, Path]
+) -> None:
+    found = pool.outcomes(2, rank_tasks.stop_in_a_step, plans["a"])
+    pool.close()
+    assert found[0] < 3
+    assert isinstance(found[1], Failed)
+    assert found[1].kind == "RankError"

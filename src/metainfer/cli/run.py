@@ -79,6 +79,8 @@ def run(
     """
     check_plan_path(plan)
     if starts_ranks(plan, nproc):
+        if prompt is None and not inputs:
+            raise _no_prompt()
         start_ranks(ctx, plan)
         return
     from metainfer.runtime.sampling import SamplingParams
@@ -127,9 +129,7 @@ class _Asked:
 
 def _answer_prompt(model: "LoadedModel", asked: _Asked) -> None:
     if asked.text is None:
-        raise MetainferError(
-            "no prompt is given", advice='metainfer run PLAN "..."; - reads standard input'
-        )
+        raise _no_prompt()
     params = asked.params
     tracer = _tracer(model, asked.trace)
     engine = model.engine() if tracer is None else _engine(tracer, model)
@@ -146,6 +146,12 @@ def _answer_prompt(model: "LoadedModel", asked: _Asked) -> None:
         from metainfer.cli.tracing import save_trace
 
         save_trace(model, tracer.events, asked.trace)
+
+
+def _no_prompt() -> MetainferError:
+    return MetainferError(
+        "no prompt is given", advice='metainfer run PLAN "..."; - reads standard input'
+    )
 
 
 def _refuse_arrays(inputs: list[str] | None, output: Path | None) -> None:
