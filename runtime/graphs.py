@@ -1,6 +1,6 @@
-"""CUDA graphs of decode steps: one for each bucket of sizes, captured when it is first met.
+"""Graphs of decode steps: one for each bucket of sizes, captured when it is first met.
 
-A decode step is dozens to hundreds of small launches; replayed as one graph they cost what the
+A decode step is dozens to hundreds of small launches; replayed as one CUDA graph they cost what the
 device needs and nothing of the host. Steps are padded up to a bucket, so that few graphs serve all
 sizes. A kernel that asks the host in the middle of a step cannot be captured: such a plan runs
 launch by launch, and says so.
@@ -14,8 +14,7 @@ import torch
 
 from metainfer.ir.errors import CapacityError
 
-# What a capture may raise for code that synchronises; CUDA's own errors are of this class too.
-_REFUSALS = (RuntimeError,)
+Calls = Sequence[Callable[[], object]]
 _WARM_UPS = 2  # Triton compiles, libraries choose their workspaces
 
 
@@ -29,47 +28,32 @@ def bucket(size: int, most: int) -> int:
     return min(1 << max(size - 1, 0).bit_length(), most)
 
 
-@dataclass
-class StepGraphs:
-    """Captured steps by their sizes.
+@dataclass(frozen=True)
+class Step:
+    """A step at fixed sizes.
 
     Attributes:
-        refused: why steps are not captured, "" while they are.
+        calls: launch by launch, on buffers that stay where they are.
+        output: where the result is after them.
     """
 
-    refused: str = ""
-    _graphs: dict[tuple[tuple[str, int], ...], Any] = field(default_factory=dict)
-    _pool: Any = None
+    calls: Calls
+    output: torch.Tensor
 
-    def run(self, env: Mapping[str, int], calls: Sequence[Callable[[], object]]) -> None:
-        """Replay the step of these sizes, or capture it first.
 
-        Args:
-            env: sizes of the step; equal sizes must mean equal calls.
-            calls: the step, launch by launch, on buffers that stay where they are.
-        """
-        if self.refused:
-            _run(calls)
-            return
-        key = tuple(sorted(env.items()))
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._captured(calls)
-            if graph is None:
-                return
-            self._graphs[key] = graph
-        graph.replay()
+class CudaCapture:
+    """Captures calls as a CUDA graph; all graphs share one pool of memory."""
 
-    @property
-    def num_captured(self) -> int:
-        """Graphs held."""
-        return len(self._graphs)
+    def __init__(self) -> None:
+        self._pool: Any = None
 
-    def _captured(self, calls: Sequence[Callable[[], object]]) -> Any:
-        """The graph of the calls; None if they cannot be captured, after running them once.
+    def __call__(self, calls: Calls) -> Callable[[], object]:
+        """What replays the calls.
 
-        Running a decode step several times over is harmless: it writes the same keys and values to
-        the same places.
+        They run a few times before: a decode step writes the same keys and values to the same
+        places each time.
+
+        Raises: RuntimeError if they cannot be captured.
         """
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -82,15 +66,55 @@ class StepGraphs:
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 _run(calls)
-        except _REFUSALS as error:
-            self.refused = str(error).strip().splitlines()[0]
+        finally:
             torch.cuda.synchronize()
-            _run(calls)
-            return None
         self._pool = self._pool or graph.pool()
-        return graph
+        replay: Callable[[], object] = graph.replay
+        return replay
 
 
-def _run(calls: Sequence[Callable[[], object]]) -> None:
+@dataclass
+class StepGraphs:
+    """Captured steps by their sizes.
+
+    Attributes:
+        capture: makes what replays calls, or raises RuntimeError.
+        refused: why steps are not captured, "" while they are.
+    """
+
+    capture: Callable[[Calls], Callable[[], object]] = field(default_factory=CudaCapture)
+    refused: str = ""
+    # NOTE: a graph holds addresses only: its step, and what that made for itself, live as long.
+    _held: dict[tuple[tuple[str, int], ...], tuple[Step, Callable[[], object]]] = field(
+        default_factory=dict
+    )
+
+    def run(self, env: Mapping[str, int], prepare: Callable[[], Step]) -> torch.Tensor:
+        """Replay the step of these sizes, which is prepared and captured when first met.
+
+        Args:
+            env: sizes of the step.
+            prepare: makes the step of these sizes.
+
+        Returns: the step's output, valid until the next step.
+        """
+        key = tuple(sorted(env.items()))
+        if key not in self._held:
+            step = prepare()
+            self._held[key] = step, self._replay_of(step)
+        step, replay = self._held[key]
+        replay()
+        return step.output
+
+    def _replay_of(self, step: Step) -> Callable[[], object]:
+        if not self.refused:
+            try:
+                return self.capture(step.calls)
+            except RuntimeError as error:  # CUDA's own errors are of this class too
+                self.refused = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return lambda: _run(step.calls)
+
+
+def _run(calls: Calls) -> None:
     for call in calls:
         call()

@@ -17,7 +17,7 @@ from metainfer.ir.interpret import unify
 from metainfer.ir.plan import Plan
 from metainfer.ir.verify import verify_module
 from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
-from metainfer.runtime.graphs import StepGraphs, bucket
+from metainfer.runtime.graphs import Step, StepGraphs, bucket
 from metainfer.runtime.legality import check_kernels
 from metainfer.runtime.scheduler import pad_step
 from metainfer.runtime.step_record import TOKENS
@@ -37,7 +37,7 @@ class LoadedModel:
     requests. For any other module the object is called with the module's inputs.
 
     Attributes:
-        notes: lines for the user: where it runs otherwise than planned.
+        notes: lines for the user about loading: where it will run otherwise than planned.
     """
 
     notes: tuple[str, ...] = ()
@@ -96,15 +96,21 @@ class LoadedModel:
         most = {name: bucket(size, limits[name][1]) for name, size in env.items()}
         padded = pad_step(step, most["T"], most["B"], num_pages=most["P"], num_samples=most["R"])
         self._storage.set_step({**padded, TOKENS: np.pad(tokens, (0, most["T"] - env["T"]))})
-        given, held = self._storage.step_field(TOKENS)[: most["T"]], executor.input(0, most)
-        # The input lies in the arena, where later values of the step overwrite it.
-        graphs.run(most, [lambda: held.copy_(given), *executor.launches(most)])
-        return _numbers(executor.output(0, most)[: env["R"]])
+
+        def prepare() -> Step:
+            given, held = self._storage.step_field(TOKENS)[: most["T"]], executor.input(0, most)
+            # The input lies in the arena, where later values of the step overwrite it.
+            calls = [lambda: held.copy_(given), *executor.launches(most)]
+            return Step(calls, executor.output(0, most))
+
+        return _numbers(graphs.run(most, prepare)[: env["R"]])
 
     @property
-    def uncaptured(self) -> str:
-        """Why decode steps run launch by launch, "" if they do not."""
-        return self._graphs.refused if self._graphs is not None else ""
+    def run_notes(self) -> tuple[str, ...]:
+        """Lines for the user about what running showed: where it went otherwise than planned."""
+        if self._graphs is None or not self._graphs.refused:
+            return ()
+        return (f"decode steps run launch by launch, no graph holds them: {self._graphs.refused}",)
 
     def trace(
         self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]

@@ -83,6 +83,7 @@ def bench(
             given = _Load(prompt_tokens, new_tokens, batch)
             found = _measured(model, given, sizes, repeat, show)
             events = _traced(model, given, sizes, show) if trace is not None else []
+            show_notes(model.run_notes)
     if as_json:
         print_json(_plain(model, found))
     else:

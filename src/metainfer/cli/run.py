@@ -107,6 +107,7 @@ def run(
                 asked = _Asked(text, chat, system, params, max_new_tokens is None, trace, as_json)
                 _refuse_arrays(inputs, output)
                 _answer_prompt(model, asked)
+                show_notes(model.run_notes)
             else:
                 _refuse_prompt(text, model)
                 from metainfer.cli.run_module import run_module

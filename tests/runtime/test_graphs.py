@@ -1,0 +1,84 @@
+"""Decode steps by buckets: captured once each, right when padded, and said where refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hf_checkpoints import VOCAB, make_checkpoint
+
+import metainfer
+from metainfer.runtime.engine import Engine
+from metainfer.runtime.graphs import Calls, StepGraphs
+from metainfer.runtime.load import LoadedModel
+from metainfer.runtime.sampling import SamplingParams
+
+Answers = list[tuple[int, ...]]
+
+
+class Recorder:
+    """Captures as CUDA does, as far as a CPU can: what is replayed was fixed when it was caught."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.caught: list[int] = []
+        self.replays = 0
+        self.error = error
+
+    def __call__(self, calls: Calls) -> Callable[[], object]:
+        kept = tuple(calls)
+        self.caught.append(len(kept))
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+        def replay() -> None:
+            self.replays += 1
+            for call in kept:
+                call()
+
+        # Warming up runs the step before it is caught; it must not matter.
+        for call in kept:
+            call()
+        return replay
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> metainfer.Plan:
+    path: Path = make_checkpoint("llama", tmp_path_factory.mktemp("model") / "llama")
+    return metainfer.compile(
+        str(path), "cpu", activations="f32", weights="f32", exact=True, max_tokens=24,
+        max_sequences=5, max_context=64,
+    )  # fmt: skip
+
+
+def answers(model: LoadedModel) -> Answers:
+    """Prompts of unequal lengths that end at unequal times: 5, 4, ... 1 sequences a step."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCAB, 1 + 7 * n % 20).tolist() for n in range(5)]
+    params = [SamplingParams(max_tokens=3 + 4 * n) for n in range(5)]
+    return [one.token_ids for one in Engine(model, end_ids=()).generate(prompts, params)]
+
+
+def test_steps_in_buckets_answer_what_steps_alone_answer(plan: metainfer.Plan) -> None:
+    wanted = answers(metainfer.load(plan))
+    model, recorder = metainfer.load(plan), Recorder()
+    model._graphs = StepGraphs(recorder)
+    assert answers(model) == wanted
+    first = len(recorder.caught)
+    # Sizes 5, 4, 3 of 5, 2, 1: buckets 5, 4, 2, 1, and few numbers of pages.
+    assert 4 <= first <= 10
+    assert recorder.replays > first
+    assert answers(model) == wanted
+    assert len(recorder.caught) == first
+    assert model.run_notes == ()
+
+
+def test_a_step_that_cannot_be_captured_runs_launch_by_launch_and_says_so(
+    plan: metainfer.Plan,
+) -> None:
+    wanted = answers(metainfer.load(plan))
+    model, recorder = metainfer.load(plan), Recorder("a copy from the host\nmore")
+    model._graphs = StepGraphs(recorder)
+    assert answers(model) == wanted
+    assert len(recorder.caught) == 1
+    (note,) = model.run_notes
+    assert note.endswith("launch by launch, no graph holds them: a copy from the host")
