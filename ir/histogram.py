@@ -7,8 +7,6 @@ arrays. Layers are named as the checkpoint names the part that its experts' tens
 
 import io
 import json
-import os
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from metainfer.ir.errors import HistogramError
+from metainfer.ir.whole_file import write_file
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _KEYS = ("model", "layers", "counts")
@@ -98,7 +97,8 @@ class RoutingHistogram:
         text = {"model": self.model, "layers": self.layers, "counts": self.counts}
         data = (json.dumps(text) + "\n").encode() if path.suffix == ".json" else self._npz()
         try:
-            _write_whole(path, data)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, data)
         except OSError as error:
             raise HistogramError(
                 f"the histogram could not be written to {path}: {error.strerror or error}",
@@ -201,19 +201,3 @@ def _histogram(fields: Mapping[str, Any]) -> RoutingHistogram:
         _check_row(layer, row, len(row))
     rows = tuple(tuple(int(x) for x in row) for row in counts)
     return RoutingHistogram(model, tuple(layers), rows)
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write to a hidden neighbour and rename it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -2,12 +2,12 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from metainfer.ir.errors import MetainferError
+from metainfer.ir.whole_file import write_file
 
 _MEASURED, _PREDICTED = "measured", "predicted"
 
@@ -239,7 +239,7 @@ def write_trace(path: str | Path, trace: Trace | PredictedTrace) -> Path:
             advice="counters must be finite, metadata texts, numbers, lists and maps",
         ) from error
     try:
-        _replace(place, text)
+        write_file(place, text.encode())
     except OSError as error:
         raise MetainferError(
             f"the trace cannot be written: {error.strerror or error}",
@@ -307,17 +307,6 @@ def _slice(
             "flops": event.flops,
         },
     }
-
-
-def _replace(place: Path, text: str) -> None:
-    """Write beside the place, then move there: a reader never sees half a file."""
-    part = place.with_name(f".{place.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(place)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _row(name: str, events: list[TraceEvent], total_us: float) -> SummaryRow:

@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from metainfer.backends.triton.interpreter import is_interpreting
 from metainfer.backends.triton.launch import Argument, Launch
 from metainfer.hardware.device import Device
 from metainfer.ir.errors import Unsupported
+from metainfer.ir.whole_file import write_file
 
 _VERSION = 1  # of what is kept on disk
 # Of a thread: a dozen registers, stored and loaded. Fewer cost less than a smaller tile would.
@@ -76,7 +78,7 @@ def resources_of(launch: Launch, device: Device) -> Resources:
     found = _FOUND.get(digest) or _packaged().get(digest) or _read(path)
     if found is None:
         found = _compiled(launch, device, signature, constants, attrs)
-        _write(path, found)
+        _keep(path, found)
     _FOUND[digest] = found
     return found
 
@@ -275,7 +277,7 @@ def write_figures(path: Path) -> None:
         + json.dumps([r.shared_bytes, r.registers, r.spilled_bytes, list(r.matrix)])
         for digest, r in sorted(_FOUND.items())
     ]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_file(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def _digest(launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any) -> str:
@@ -301,8 +303,8 @@ def _read(path: Path) -> Resources | None:
         return None
 
 
-def _write(path: Path, made: Resources) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(asdict(made), file)
-    os.replace(file.name, path)
+def _keep(path: Path, made: Resources) -> None:
+    """Spare the next process the compiling; where nothing can be written, it compiles again."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(asdict(made)).encode(), lasting=False)

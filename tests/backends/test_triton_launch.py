@@ -95,6 +95,16 @@ def test_damaged_figures_are_made_anew(own_cache: Path, monkeypatch: pytest.Monk
     assert resources_of(launch, card) == found
 
 
+def test_figures_that_cannot_be_kept_are_made_nevertheless(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_cache.parent.parent.mkdir()
+    own_cache.parent.write_text("a file where the folder should be")
+    made = cross.Resources(1, 2, 3, ())
+    monkeypatch.setattr(cross, "_compiled", lambda *given: made)
+    assert resources_of(typed(), CARDS["8xpcie"]) == made
+
+
 def test_faults_name_what_is_over() -> None:
     card, launch = CARDS["8xpcie"], typed(matrix="f8e4m3")
     found = replace(

@@ -1,13 +1,10 @@
 """An emitted group as a whole: the text of its function, and the function that Triton compiles."""
 
 import hashlib
-import os
 import re
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +18,7 @@ from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op, Value
 from metainfer.ir.printer import print_type
 from metainfer.ir.types import StateType
+from metainfer.ir.whole_file import write_file
 
 _WARPS = ((4096, 4), (16384, 8))  # elements of a tile, warps that work on it
 _MOST_WARPS = 16
@@ -229,17 +227,11 @@ def module_of(name: str, text: str) -> ModuleType:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = cache_folder() / "sources" / f"{name}_{digest}.py"
     if not path.exists() or path.read_text() != text:
-        _write(path, text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text.encode(), lasting=False)
     module = ModuleType(f"metainfer_emitted.{name}_{digest}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     # The text that was made here, never what a file holds.
     exec(compile(text, str(path), "exec"), module.__dict__)
     return module
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)

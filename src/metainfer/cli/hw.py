@@ -1,9 +1,7 @@
 """`metainfer hw`: list, show, check and write descriptions of machines."""
 
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +20,7 @@ from metainfer.hardware.machine import Link, Machine
 from metainfer.hardware.toml_text import to_toml
 from metainfer.hardware.units import show_quantity
 from metainfer.ir.errors import HardwareError, MetainferError
+from metainfer.ir.whole_file import write_file
 
 app = typer.Typer(
     help="Descriptions of machines: list, show, check, write.",
@@ -353,19 +352,8 @@ def _file_text(found: Description) -> str:
 def _write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        write_file(path, text.encode())
     except OSError as error:
         raise HardwareError(
             f"cannot write {path}: {error.strerror}", advice="name a folder you may write to"
         ) from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes files private; a description is as public as any file the user makes.
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
