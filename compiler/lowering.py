@@ -225,11 +225,6 @@ def as_attr(sizes: Sequence[Dim]) -> tuple[Attr, ...]:
     return tuple(n.constant if n.is_static else n for n in sizes)
 
 
-def size_attr(size: Dim) -> Attr:
-    """A size as an attribute: a plain number where static."""
-    return size.constant if size.is_static else size
-
-
 def fake(node: fx.Node | None) -> torch.Tensor:
     """The fake tensor of a node's (first) result."""
     if node is None:

@@ -72,6 +72,11 @@ class Dim:
             raise TypeMismatch(f"size {self} is symbolic where a number is needed")
         return self.constant
 
+    @property
+    def attr(self) -> "Dim | int":
+        """The size as attributes hold it: a number where it is one."""
+        return self if self.terms else self.constant
+
     def symbols(self) -> frozenset[str]:
         """Names of all symbols in the size."""
         names: set[str] = set()

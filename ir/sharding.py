@@ -13,7 +13,7 @@ from metainfer.ir.dims import Dim, dim
 from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr, Op
-from metainfer.ir.ops.collective import MEETING, OWN
+from metainfer.ir.ops.collective import MEETING, OWN, block_extent
 from metainfer.ir.ops.record import COLLECTIVE, VIEW, OpDef, op_def
 from metainfer.ir.refine import refined_format
 from metainfer.ir.shard_rule import NamedDim, Rule, parse_rule
@@ -365,7 +365,7 @@ def check_divides(type_: Type, mesh: Mesh) -> None:
                     f"dim {place} of {part} does not divide by {ranks} ranks of {mesh}",
                     advice="pad the size, or leave the dim whole",
                 )
-            block = _block_extent(part, place)
+            block = block_extent(part, place)
             if ranks > 1 and block and size.is_static and size.static // ranks % block:
                 finer = refined(part, mesh).dtype
                 raise TypeMismatch(
@@ -404,13 +404,6 @@ def _ranks(type_: TensorType, place: int, mesh: Mesh) -> int:
     return ranks
 
 
-def _block_extent(type_: TensorType, place: int) -> int:
-    if not isinstance(type_.dtype, Block):
-        return 0
-    tail = place - (type_.rank - len(type_.dtype.block))
-    return type_.dtype.block[tail] if tail >= 0 else 0
-
-
 def local_type(type_: TensorType, mesh: Mesh) -> TensorType:
     """The part of a tensor that one rank holds, as a plain type.
 
@@ -432,7 +425,8 @@ def local_attrs(
     found = dict(attrs)
     first = results[0]
     if op_def(name).has(VIEW) and "shape" in found and isinstance(first, TensorType):
-        found["shape"] = local_type(first, mesh).shape
+        sizes = local_type(first, mesh).shape
+        found["shape"] = tuple(n.attr for n in sizes)
     return found
 
 

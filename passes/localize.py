@@ -6,13 +6,12 @@ only by the collectives in the text, which carry their number.
 
 from dataclasses import replace
 
-from metainfer.ir.dims import Dim
 from metainfer.ir.graph import Attr, Graph, Module, Op, Value, attrs_of
 from metainfer.ir.naming import canonical_names
 from metainfer.ir.ops.collective import MEETING, OWN
-from metainfer.ir.ops.record import VIEW, op_def
+from metainfer.ir.ops.record import op_def
 from metainfer.ir.shard_rule import Rule, parse_rule
-from metainfer.ir.sharding import local_type
+from metainfer.ir.sharding import local_attrs, local_type
 from metainfer.ir.types import Mesh, StateType, Type
 from metainfer.passes.spread_experts import spread_experts
 from metainfer.passes.target import Target
@@ -107,7 +106,7 @@ def _local_type(type_: Type, mesh: Mesh) -> Type:
 def _local_op(op: Op, mesh: Mesh) -> list[Op]:
     operands = tuple(Value(v.name, _local_type(v.type, mesh)) for v in op.operands)
     results = tuple(Value(v.name, _local_type(v.type, mesh)) for v in op.results)
-    local = replace(op, operands=operands, results=results, attrs=_local_attrs(op, results, mesh))
+    local = replace(op, operands=operands, results=results, attrs=_local_attrs(op, mesh))
     lookup = _lookup(op, local, mesh)
     if lookup is None:
         return [local]
@@ -116,20 +115,16 @@ def _local_op(op: Op, mesh: Mesh) -> list[Op]:
     return [op_before, replace(local, operands=operands)]
 
 
-def _local_attrs(op: Op, results: tuple[Value, ...], mesh: Mesh) -> tuple[tuple[str, Attr], ...]:
-    attrs = dict(op.attrs)
+def _local_attrs(op: Op, mesh: Mesh) -> tuple[tuple[str, Attr], ...]:
+    if op.name in ("call", "fused"):
+        return op.attrs
+    attrs = local_attrs(op.name, op.attr, [v.type for v in op.results], mesh)
     if op.name in MEETING or op.name in OWN:
         attrs["ranks"] = dict(mesh.axes)[str(attrs["axis"])]
-    elif op.name not in ("call", "fused") and op_def(op.name).has(VIEW) and "shape" in attrs:
-        attrs["shape"] = tuple(_size(d) for d in results[0].tensor.shape)
     elif op.name == "experts":
         # Costs must know that only a part of the choices falls on the experts held here.
         attrs["total"] = attrs.get("total", 0) or op.operands[3].tensor.shape[0].static
     return attrs_of(attrs)
-
-
-def _size(size: Dim) -> Attr:
-    return size.static if size.is_static else size
 
 
 def _lookup(op: Op, local: Op, mesh: Mesh) -> tuple[int, Op] | None:

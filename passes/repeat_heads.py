@@ -7,9 +7,8 @@ times in a row it reads h // (H/(G*r)), which holds the same numbers: nothing ch
 from collections.abc import Mapping
 from dataclasses import replace
 
-from metainfer.ir.dims import Dim
 from metainfer.ir.dtypes import Block
-from metainfer.ir.graph import Attr, Graph, Module, Op, Value, attrs_of
+from metainfer.ir.graph import Graph, Module, Op, Value, attrs_of
 from metainfer.ir.ops.infer import sizes_of
 from metainfer.ir.ops.record import infer_types
 from metainfer.ir.refine import row_blocks
@@ -125,7 +124,7 @@ def _retyped(graph: Graph, plan: _Plan) -> Graph:
         attrs = dict(op.attrs)
         if any(v.name in plan.reshapes for v in op.results):
             tokens, heads, width = sizes_of(attrs["shape"])
-            attrs["shape"] = tuple(_attr(d) for d in (tokens, heads * plan.times, width))
+            attrs["shape"] = tuple(d.attr for d in (tokens, heads * plan.times, width))
         if op.is_call:
             ops.append(replace(op, operands=operands))
             continue
@@ -135,10 +134,6 @@ def _retyped(graph: Graph, plan: _Plan) -> Graph:
         ops.append(replace(op, operands=operands, results=results, attrs=attrs_of(attrs)))
     finals = tuple(names.get(v.name, v) for v in graph.state_outputs)
     return replace(graph, ops=tuple(ops), states=states, state_outputs=finals)
-
-
-def _attr(size: Dim) -> Attr:
-    return size.static if size.is_static else size
 
 
 def _wider(state: StateType, times: int) -> StateType:

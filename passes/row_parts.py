@@ -223,7 +223,7 @@ class _Split:
             piece = self._piece(value, part)
             copied = self._copied and part > 0
             view = Value(f"{piece.name}/view", piece.type) if copied else piece
-            attrs = {"dim": 0, "start": _as_attr(start), "stop": _as_attr(start + size)}
+            attrs = {"dim": 0, "start": start.attr, "stop": (start + size).attr}
             self.ops.append(Op("slice", (value,), (view,), attrs_of(attrs)))
             if copied:
                 self.ops.append(Op("concat", (view,), (piece,), attrs_of({"dim": 0})))
@@ -236,10 +236,6 @@ class _Split:
         if key not in self._types:
             self._types[key] = _of_rows(value.tensor, self._rows[part])
         return Value(f"{name}/{part}", self._types[key])
-
-
-def _as_attr(size: Dim) -> Attr:
-    return size.static if size.is_static else size
 
 
 def _of_rows(type_: TensorType, rows: Mapping[str, Dim]) -> TensorType:

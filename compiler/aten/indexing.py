@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from metainfer.compiler.aten.table import Call, argument, lowers, size_value
-from metainfer.compiler.lowering import Lowering, as_attr, fake, size_attr
+from metainfer.compiler.lowering import Lowering, as_attr, fake
 from metainfer.ir.dims import Dim, dim
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Value
@@ -105,7 +105,7 @@ def _gather(s: Lowering, n: Call) -> Value:
     rows = dim(1)
     for size in lead:
         rows = rows * size
-    number = s.emit("iota", size=size_attr(rows), dtype=index.tensor.dtype.name)
+    number = s.emit("iota", size=rows.attr, dtype=index.tensor.dtype.name)
     start = s.reshape(
         s.emit("mul", number, size_value(s, width, index.tensor.dtype.name)), (*lead, dim(1))
     )
@@ -129,7 +129,7 @@ def _flip(s: Lowering, n: Call) -> Value:
     for given in n.args[1]:
         axis = s.axis(given, x.tensor.rank)
         size = x.tensor.shape[axis]
-        up = s.emit("iota", size=size_attr(size))
+        up = s.emit("iota", size=size.attr)
         down = s.emit(
             "sub", s.emit("sub", size_value(s, size, up.tensor.dtype.name), s.scalar(1, "i64")), up
         )
@@ -152,10 +152,7 @@ def _roll(s: Lowering, n: Call) -> Value:
         parts = ((cut, size), (dim(0), cut))
         x = s.emit(
             "concat",
-            *(
-                s.emit("slice", x, dim=axis, start=size_attr(a), stop=size_attr(b))
-                for a, b in parts
-            ),
+            *(s.emit("slice", x, dim=axis, start=a.attr, stop=b.attr) for a, b in parts),
             dim=axis,
         )
     return x

@@ -6,7 +6,7 @@ from torch import fx
 
 from metainfer.compiler.aten.statistics import axes_of
 from metainfer.compiler.aten.table import ATEN, Call, Lower, argument, lowers
-from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name, size_attr
+from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name
 from metainfer.ir.dims import dim
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Value
@@ -55,9 +55,7 @@ def _arange(s: Lowering, n: Call) -> Value:
         raise Unsupported("arange with a start or step that is no plain integer")
     tensor = fake(n)
     size = s.to_dim(tensor.shape[0])
-    return s.emit(
-        "iota", size=size_attr(size), start=start, step=step, dtype=scalar_name(tensor.dtype)
-    )
+    return s.emit("iota", size=size.attr, start=start, step=step, dtype=scalar_name(tensor.dtype))
 
 
 @lowers("tril", "triu")
@@ -65,8 +63,8 @@ def _triangle(s: Lowering, n: Call) -> Value:
     x = s.value(n.args[0])
     diagonal = int(argument(n, 1, "diagonal", 0))
     rows, columns = x.tensor.shape[-2:]
-    i = s.reshape(s.emit("iota", size=size_attr(rows)), (rows, dim(1)))
-    j = s.reshape(s.emit("iota", size=size_attr(columns), start=-diagonal), (dim(1), columns))
+    i = s.reshape(s.emit("iota", size=rows.attr), (rows, dim(1)))
+    j = s.reshape(s.emit("iota", size=columns.attr, start=-diagonal), (dim(1), columns))
     keep = s.emit("le" if "tril" in str(n.target) else "ge", j, i)
     return s.emit("where", keep, x, s.scalar(0, x.tensor.dtype.name))
 

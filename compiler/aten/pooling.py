@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from metainfer.compiler.aten.table import Call, argument, lowers
-from metainfer.compiler.lowering import Lowering, fake, size_attr
+from metainfer.compiler.lowering import Lowering, fake
 from metainfer.ir.dims import Dim, dim
 from metainfer.ir.dtypes import Scalar
 from metainfer.ir.errors import Unsupported
@@ -46,7 +46,7 @@ def _avg_pool(s: Lowering, n: Call) -> Value:
     divisor = argument(n, 6, "divisor_override") or high * wide
     made = _sums(s, x, (high, wide), 1 / divisor, stride, padding)
     if any(padding) and not argument(n, 5, "count_include_pad", True):
-        shape = (1, 1, *map(size_attr, x.tensor.shape[2:]))
+        shape = (1, 1, *(n.attr for n in x.tensor.shape[2:]))
         ones = s.emit("full", shape=shape, value=1.0, dtype=x.tensor.dtype.name)
         made = s.emit("div", made, _sums(s, ones, (high, wide), 1 / divisor, stride, padding))
     return s.reshape(made, [s.to_dim(v) for v in fake(n).shape])
@@ -92,7 +92,7 @@ def _largest(s: Lowering, x: Value, axis: int, size: int, step: int, pad: int, a
     for i in range(size):
         start = i * apart
         stop = start + (count - 1) * step + 1
-        part = s.emit("slice", x, dim=axis, start=start, stop=size_attr(stop), step=step)
+        part = s.emit("slice", x, dim=axis, start=start, stop=stop.attr, step=step)
         made = part if made is None else s.emit("maximum", made, part)
     assert made is not None
     return made

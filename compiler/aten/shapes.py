@@ -3,7 +3,7 @@
 from typing import Any
 
 from metainfer.compiler.aten.table import Call, argument, lowers, number_of
-from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name, size_attr
+from metainfer.compiler.lowering import Lowering, as_attr, fake, scalar_name
 from metainfer.ir.dims import dim
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Value
@@ -69,7 +69,7 @@ def _slice(s: Lowering, n: Call) -> Value:
     step = int(argument(n, 4, "step", 1))
     if start == dim(0) and stop == size and step == 1:
         return x
-    return s.emit("slice", x, dim=axis, start=size_attr(start), stop=size_attr(stop), step=step)
+    return s.emit("slice", x, dim=axis, start=start.attr, stop=stop.attr, step=step)
 
 
 def _bound(s: Lowering, given: Any, size: Any, default: Any) -> Any:
@@ -93,7 +93,7 @@ def _select(s: Lowering, n: Call) -> Value:
     index = s.size(n.args[2])
     if index.is_static and index.constant < 0:
         index = x.tensor.shape[axis] + index.constant
-    part = s.emit("slice", x, dim=axis, start=size_attr(index), stop=size_attr(index + 1))
+    part = s.emit("slice", x, dim=axis, start=index.attr, stop=(index + 1).attr)
     return s.reshape(part, [v for i, v in enumerate(part.tensor.shape) if i != axis])
 
 
@@ -123,7 +123,7 @@ def _split(s: Lowering, n: Call) -> list[Value]:
     start = dim(0)
     for piece in n.meta["val"]:
         size = dim(1) if is_unbind else s.to_dim(piece.shape[axis])
-        bounds = {"start": size_attr(start), "stop": size_attr(start + size)}
+        bounds = {"start": start.attr, "stop": (start + size).attr}
         part = s.emit("slice", x, dim=axis, **bounds)
         if is_unbind:
             part = s.reshape(part, [v for i, v in enumerate(part.tensor.shape) if i != axis])

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from metainfer.compiler.lowering import Lowering, Table, scalar_name, size_attr
+from metainfer.compiler.lowering import Lowering, Table, scalar_name
 from metainfer.ir.dims import Dim
 from metainfer.ir.graph import Value
 
@@ -53,8 +53,8 @@ def size_value(s: Lowering, size: Dim, dtype: str = "i64") -> Value:
     if size.is_static:
         return s.scalar(size.constant, dtype)
     # The last of 1, 2, ... size.
-    counted = s.emit("iota", size=size_attr(size), start=1, dtype=dtype)
-    last = s.emit("slice", counted, dim=0, start=size_attr(size - 1), stop=size_attr(size))
+    counted = s.emit("iota", size=size.attr, start=1, dtype=dtype)
+    last = s.emit("slice", counted, dim=0, start=(size - 1).attr, stop=size.attr)
     return s.reshape(last, ())
 
 
