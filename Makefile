@@ -10,7 +10,7 @@ QUESTION ?= What is gravity?
 NEW_TOKENS ?= 64
 DEMO_ARGS ?=
 
-.PHONY: demo test check lint types pytest kernels-check kernels-figures format clean
+.PHONY: demo test check lint types mypy pyright pytest kernels-check kernels-figures format clean
 
 demo: $(VENV)/demo
 	$(BIN)/metainfer compile models/smollm2.py --hw hardware/cpu.toml --out $(DEMO_PLAN) --force
@@ -25,8 +25,12 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/dev
+types: mypy pyright
+
+mypy: $(VENV)/dev
 	$(BIN)/mypy
+
+pyright: $(VENV)/dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: test
