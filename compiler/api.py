@@ -224,9 +224,10 @@ def _compile(given: Job, instance: nn.Module | None, begun: float) -> Plan:
     for stage in stages:
         check_applied(given.options, stage.modules)
     given.progress("memory")
-    stages = _with_capacity(given, stages)
+    capacities = _capacities(given, stages)
+    stages = [_with_room(s, c) for s, c in zip(stages, capacities, strict=True)]
     timings["total"] = time.perf_counter() - begun
-    return assemble(given, captured, layout, stages, timings)
+    return assemble(given, captured, layout, stages, capacities, timings)
 
 
 def _layout(given: Job, module: Module, strategies: Mapping[str, Strategy]) -> Layout:
@@ -271,8 +272,8 @@ def _compile_stage(
     return Stage(placed, modules, decisions, page_size)
 
 
-def _with_capacity(given: Job, stages: Sequence[Stage]) -> list[Stage]:
-    """Account for every stage; all hold as many pages as the tightest one."""
+def _capacities(given: Job, stages: Sequence[Stage]) -> list[Capacity]:
+    """The account of every stage; all hold as many pages as the tightest one."""
     context = _max_context(given)
 
     def planned(stage: Stage, most: int = 0) -> Capacity:
@@ -281,13 +282,16 @@ def _with_capacity(given: Job, stages: Sequence[Stage]) -> list[Stage]:
             most_pages=most,
         )  # fmt: skip
 
-    least = min(planned(stage).num_pages for stage in stages)
-    made = []
-    for stage in stages:
-        capacity = planned(stage, least)
-        modules = {p: _with_pages(m, capacity) for p, m in stage.modules.items()}
-        made.append(replace(stage, modules=modules, capacity=capacity))
-    return made
+    alone = [planned(stage) for stage in stages]
+    least = min(capacity.num_pages for capacity in alone)
+    pairs = zip(stages, alone, strict=True)
+    return [own if own.num_pages == least else planned(stage, least) for stage, own in pairs]
+
+
+def _with_room(stage: Stage, capacity: Capacity) -> Stage:
+    """The stage with its bounds cut to the pages of the longest sequence."""
+    modules = {phase: _with_pages(m, capacity) for phase, m in stage.modules.items()}
+    return replace(stage, modules=modules)
 
 
 # --- strategy ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import metainfer
 from metainfer.backends.registry import Backends
+from metainfer.compiler.capacity import Capacity
 from metainfer.compiler.capture import Captured
 from metainfer.compiler.job import Job, Stage
 from metainfer.compiler.predict import predict
@@ -20,7 +21,7 @@ from metainfer.ir.strategy import Layout
 
 def assemble(
     given: Job, captured: Captured, layout: Layout, stages: Sequence[Stage],
-    timings: Mapping[str, float],
+    capacities: Sequence[Capacity], timings: Mapping[str, float],
 ) -> Plan:  # fmt: skip
     """The plan of a compiled model: texts of all stages and phases, and what was decided."""
     texts: dict[str, str] = {}
@@ -29,7 +30,7 @@ def assemble(
         files = {phase: f"stage{number}.{phase}.mir" for phase in stage.modules}
         texts.update({files[p]: print_module(m) for p, m in stage.modules.items()})
         entries.append(_stage_meta(given, stage, files))
-    first, capacities = entries[0], [_capacity_meta(stage) for stage in stages]
+    first, memory = entries[0], [_plain(capacity.to_dict()) for capacity in capacities]
     phases = {p: {**e, "later": [s[p] for s in entries[1:]]} for p, e in first.items()}
     meta = {
         "schema": SCHEMA,
@@ -39,7 +40,7 @@ def assemble(
         "options": _plain(given.options.to_dict()),
         "ranks": {**asdict(layout), "count": layout.num_ranks},
         "phases": phases,
-        "capacity": {**capacities[0], "later": capacities[1:]},
+        "capacity": {**memory[0], "later": memory[1:]},
         "kernel_sources": kernel_fingerprints(
             [m for stage in stages for m in stage.modules.values()], given.backends
         ),
@@ -62,12 +63,6 @@ def _stage_meta(given: Job, stage: Stage, files: Mapping[str, str]) -> dict[str,
         }
         for phase, module in stage.modules.items()
     }
-
-
-def _capacity_meta(stage: Stage) -> dict[str, Any]:
-    assert stage.capacity is not None
-    found: dict[str, Any] = _plain(stage.capacity.to_dict())
-    return found
 
 
 def _model_meta(given: Job, captured: Captured) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from metainfer.backends.registry import Backends
-from metainfer.compiler.capacity import Capacity
 from metainfer.hardware.device import Device
 from metainfer.hardware.machine import Machine
 from metainfer.ir.graph import Module
@@ -50,4 +49,3 @@ class Stage:
     modules: Mapping[str, Module]
     decisions: Mapping[str, Sequence[Decision]]
     page_size: int
-    capacity: Capacity | None = None

@@ -268,13 +268,13 @@ def _state_bytes(module: Module, strategy: Strategy) -> int:
 
 def _seconds_per_token(module: Module, target: Target) -> float:
     seconds = 0.0
-    for env in typical_steps(target):
+    for env in typical_steps(module, target):
         step = _graph_seconds(module.main, target, env)
         per_block = {
             g.name: _graph_seconds(g, target, env) for g in module.graphs if g.name != "main"
         }
         step += sum(per_block[str(call.attr["block"])] for call in module.calls())
-        seconds += step / max(env["T"], 1)
+        seconds += step / env.get("T", 1)
     return seconds
 
 

@@ -6,7 +6,7 @@ of one rank. Expert parallelism over the data-parallel axis is added there too, 
 other replicas are no part of the global types.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from metainfer.ir.dtypes import Block
@@ -15,7 +15,7 @@ from metainfer.ir.graph import Graph, Module, Op
 from metainfer.ir.naming import canonical_names
 from metainfer.ir.ops.record import VIEW, op_def
 from metainfer.ir.simulate import axis_groups
-from metainfer.ir.types import Mesh, StateType, TensorType, Type
+from metainfer.ir.types import StateType, TensorType, Type
 from metainfer.passes.refine_blocks import refine_blocks
 from metainfer.passes.repeat_heads import repeat_heads
 from metainfer.passes.shard_search import Form, Prices, Search, Sharded
@@ -79,9 +79,10 @@ def shard(module: Module, target: Target) -> Module:
     module = repeat_heads(module, ranks, target)
     module = refine_blocks(module, AXIS, ranks, target)
     allowed = _ExpertsScheme(AXIS in target.strategy.experts)
+    sizes = typical_steps(module, target)
     for name in [g.name for g in module.graphs]:
         graph = module.graph(name)
-        found = Search(graph, mesh, AXIS, _prices(graph, target, mesh), allowed).run()
+        found = Search(graph, mesh, AXIS, _prices(graph, target, sizes), allowed).run()
         _report(graph, found, ranks, target)
         module = _with_shardings(module, found)
     _check_sharded(module, target)
@@ -105,11 +106,10 @@ class _ExpertsScheme:
 _COUNTS = 0.002
 
 
-def _prices(graph: Graph, target: Target, mesh: Mesh) -> Prices:
+def _prices(graph: Graph, target: Target, sizes: Sequence[Mapping[str, int]]) -> Prices:
     """Times of a step of each phase together: both run on the same weights."""
-    device, costs = target.device, target.costs
-    group = tuple(target.strategy.first_rank + r for r in axis_groups(mesh, AXIS)[0])
-    sizes = typical_steps(target)
+    device, costs, strategy = target.device, target.costs, target.strategy
+    group = tuple(strategy.first_rank + r for r in axis_groups(strategy.mesh, AXIS)[0])
     seconds: dict[object, float] = {}
 
     def op_seconds(op: Op) -> float:
@@ -127,9 +127,7 @@ def _prices(graph: Graph, target: Target, mesh: Mesh) -> Prices:
             costs.collective(name, target.machine, group, type_.bytes_at(env)) for env in sizes
         )
 
-    strategy = target.strategy
     held = strategy.max_context * strategy.max_sequences
-
     least = _COUNTS * sum(w.tensor.bytes_at({}) for w in graph.weights)
 
     def room(type_: Type) -> float:
@@ -141,24 +139,18 @@ def _prices(graph: Graph, target: Target, mesh: Mesh) -> Prices:
     return Prices(op_seconds, collective, room)
 
 
-def typical_steps(target: Target) -> tuple[dict[str, int], ...]:
-    """Sizes of a full decode step and of a full prefill chunk, alike for both phases' plans."""
+def typical_steps(module: Module, target: Target) -> tuple[dict[str, int], ...]:
+    """Sizes of a full decode step and of a full prefill chunk, alike for both phases' plans.
+
+    A module of another kind has one step, in which a size that is none of a step's counts as 1.
+    """
     strategy = target.strategy
     pages = dict(strategy.typical).get("P", 32)
     most = strategy.max_sequences
     decode = {"T": most, "B": most, "R": most, "P": pages}
     prefill = {"T": strategy.max_tokens, "B": 1, "R": 1, "P": pages}
-    return (_Sizes(decode), _Sizes(prefill)) if strategy.phase != "call" else (_Sizes(decode),)
-
-
-class _Sizes(dict[str, int]):
-    """Sizes of a step; symbols of other modules count as one row."""
-
-    def __missing__(self, key: str) -> int:
-        return 1
-
-    def __contains__(self, key: object) -> bool:
-        return True
+    steps = (decode, prefill) if strategy.phase != "call" else (decode,)
+    return tuple({s.name: step.get(s.name, 1) for s in module.symbols} for step in steps)
 
 
 # --- the result --------------------------------------------------------------------------------

@@ -83,8 +83,8 @@ def test_a_fault_of_ours_is_one_line(plan: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_interruption_ends_with_130() -> None:
-    # Whoever runs the tests in the background has them ignore interruptions: heed them first. Not by
-    # a function between fork and exec, which threads of the tests' libraries forbid.
+    # Whoever runs the tests in the background has them ignore interruptions: heed them first, and
+    # not by a function between fork and exec, which threads of the tests' libraries forbid.
     heed = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
         "os.execv(sys.executable, [sys.executable, '-m', 'metainfer', 'opt', '/dev/stdin'])"
