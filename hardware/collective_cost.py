@@ -36,7 +36,7 @@ class Price:
 
 
 def cheapest(name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes: int) -> Price:
-    """The cheapest exact algorithm.
+    """The cheapest exact algorithm: a bound, since not every one that is priced has a kernel.
 
     Args:
         name: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".

@@ -1,9 +1,9 @@
-"""Whole models on one GPU: decode steps and prefill beside rooflines, and beside torch.compile.
+"""Whole models on one GPU: decode steps and prefill beside rooflines.
 
 Weights are random with a spread, keys and values random too. Decode steps are captured as CUDA
 graphs where the plan allows; the time is that of a replay, by CUDA events.
 
-    python benchmarks/gpu/models.py --model qwen3_moe:30b --batch 1 16 --peer
+    python benchmarks/gpu/models.py --model qwen3_moe:30b --batch 1 16 64
 """
 
 import argparse
@@ -117,10 +117,10 @@ def ours(args: argparse.Namespace) -> Iterator[tuple[str, int, float, dict[str, 
     print(f"weights drawn and loaded in {time.perf_counter() - begun:.1f} s", flush=True)
     for batch in args.batch:
         tokens, step = step_of(batch, 1, args.context, model.page_size)
-        yield (*case(model, plan, "decode", tokens, step, f"decode, batch {batch}"),)
+        yield case(model, plan, "decode", tokens, step, f"decode, batch {batch}")
     for batch, new in ((1, args.prefill_tokens // 16), (8, args.prefill_tokens // 8)):
         tokens, step = step_of(batch, new, new, model.page_size)
-        yield (*case(model, plan, "prefill", tokens, step, f"prefill, {batch} x {new}"),)
+        yield case(model, plan, "prefill", tokens, step, f"prefill, {batch} x {new}")
 
 
 def case(
@@ -167,54 +167,6 @@ def slowest(measured: Sequence[Any]) -> None:
     print("   host us by kernel: " + ", ".join(f"{k} {v:.0f}" for k, v in top), flush=True)
 
 
-def peers(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """(case, milliseconds) of transformers, compiled by torch with CUDA graphs."""
-    import transformers
-
-    config = CONFIGS[args.model]
-    layers = args.layers or config.layers
-    common = {
-        "hidden_size": config.hidden, "num_hidden_layers": layers,
-        "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim, "vocab_size": config.vocab,
-        "max_position_embeddings": config.max_positions, "intermediate_size": config.intermediate,
-        "attn_implementation": "sdpa",
-    }  # fmt: skip
-    if config.experts is None:
-        made = transformers.LlamaConfig(**common)
-    else:
-        made = transformers.Qwen3MoeConfig(
-            **common, num_experts=config.experts.num, num_experts_per_tok=config.experts.chosen,
-            moe_intermediate_size=config.experts.intermediate,
-        )  # fmt: skip
-        made._experts_implementation = "grouped_mm"
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(made).eval()
-    for batch in args.batch:
-        cache = transformers.StaticCache(config=made, max_cache_len=args.context + 8)
-        ids = torch.randint(0, 1000, (batch, 1), device="cuda")
-        position = torch.tensor([args.context - 1], device="cuda")
-        compiled = torch.compile(model, mode="reduce-overhead", fullgraph=False)
-
-        def run(
-            ids: Any = ids, cache: Any = cache, at: Any = position, call: Any = compiled
-        ) -> None:
-            call(ids, past_key_values=cache, cache_position=at, use_cache=True)
-
-        with torch.no_grad():
-            for _ in range(4):
-                run()
-            torch.cuda.synchronize()
-            yield f"decode, batch {batch}", events_ms(run)
-    with torch.no_grad():
-        new = args.prefill_tokens // 8
-        ids = torch.randint(0, 1000, (8, new), device="cuda")
-        for _ in range(2):
-            model.model(ids, use_cache=False)
-        yield f"prefill, 8 x {new}", events_ms(lambda: model.model(ids, use_cache=False), 3)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=sorted(CONFIGS), default="llama:8b")
@@ -223,7 +175,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prefill-tokens", type=int, default=8 * 2048)
-    parser.add_argument("--peer", action="store_true")
     args = parser.parse_args()
     tops = ceilings()
     print(f"memory {tops.bandwidth / 1e12:.2f} TB/s, bf16 product {tops.bf16 / 1e12:.0f} TFLOP/s")
@@ -235,10 +186,6 @@ def main() -> None:
             f"predicted {work['seconds'] * 1e3:.3f} ms",
             flush=True,
         )
-    torch.cuda.empty_cache()
-    if args.peer:
-        for name, ms in peers(args):
-            print(f"torch.compile {name}: {ms:.3f} ms", flush=True)
 
 
 if __name__ == "__main__":
