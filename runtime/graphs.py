@@ -3,7 +3,8 @@
 A decode step is dozens to hundreds of small launches; replayed as one CUDA graph they cost what the
 device needs and nothing of the host. Steps are padded up to a bucket, so that few graphs serve all
 sizes. A kernel that asks the host in the middle of a step cannot be captured: such a plan runs
-launch by launch, and says so.
+launch by launch, and says so. Ranks that meet in a step capture it together, or none does: running
+it to warm up is a meeting too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,11 +35,13 @@ class Step:
 
     Attributes:
         calls: launch by launch, on buffers that stay where they are.
-        output: where the result is after them.
+        inputs: where what they read is put before.
+        outputs: where the results are after them.
     """
 
     calls: Calls
-    output: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
 
 
 class CudaCapture:
@@ -48,23 +51,15 @@ class CudaCapture:
         self._pool: Any = None
 
     def __call__(self, calls: Calls) -> Callable[[], object]:
-        """What replays the calls.
-
-        They run a few times before: a decode step writes the same keys and values to the same
-        places each time.
+        """What replays the calls, which ran before.
 
         Raises: RuntimeError if they cannot be captured.
         """
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                _run(calls)
-        torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads may ask for events meanwhile: transports watch theirs so.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 _run(calls)
         finally:
             torch.cuda.synchronize()
@@ -73,46 +68,66 @@ class CudaCapture:
         return replay
 
 
+def _alone(refused: str) -> str:
+    return refused
+
+
 @dataclass
 class StepGraphs:
     """Captured steps by their sizes.
 
     Attributes:
         capture: makes what replays calls, or raises RuntimeError.
+        agree: gets why this rank refuses, "" if it does not, and returns the reason that holds for
+            all ranks that meet in a step; called once for each new combination of sizes.
         refused: why steps are not captured, "" while they are.
     """
 
     capture: Callable[[Calls], Callable[[], object]] = field(default_factory=CudaCapture)
+    agree: Callable[[str], str] = _alone
     refused: str = ""
     # NOTE: a graph holds addresses only: its step, and what that made for itself, live as long.
-    _held: dict[tuple[tuple[str, int], ...], tuple[Step, Callable[[], object]]] = field(
-        default_factory=dict
-    )
+    _steps: dict[tuple[tuple[str, int], ...], Step] = field(default_factory=dict)
+    _replays: dict[tuple[tuple[str, int], ...], Callable[[], object]] = field(default_factory=dict)
 
-    def run(self, env: Mapping[str, int], prepare: Callable[[], Step]) -> torch.Tensor:
-        """Replay the step of these sizes, which is prepared and captured when first met.
+    def step(self, env: Mapping[str, int], prepare: Callable[[], Step]) -> Step:
+        """The step of these sizes, prepared when it is first asked for."""
+        key = _key(env)
+        if key not in self._steps:
+            self._steps[key] = prepare()
+        return self._steps[key]
 
-        Args:
-            env: sizes of the step.
-            prepare: makes the step of these sizes.
-
-        Returns: the step's output, valid until the next step.
-        """
-        key = tuple(sorted(env.items()))
-        if key not in self._held:
-            step = prepare()
-            self._held[key] = step, self._replay_of(step)
-        step, replay = self._held[key]
-        replay()
-        return step.output
+    def run(self, env: Mapping[str, int]) -> None:
+        """Replay the step of these sizes, whose inputs are filled; captured when it first runs."""
+        key = _key(env)
+        if key not in self._replays:
+            self._replays[key] = self._replay_of(self._steps[key])
+        self._replays[key]()
 
     def _replay_of(self, step: Step) -> Callable[[], object]:
         if not self.refused:
-            try:
-                return self.capture(step.calls)
-            except RuntimeError as error:  # CUDA's own errors are of this class too
-                self.refused = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            # A decode step writes the same keys and values to the same places each time.
+            for _ in range(_WARM_UPS):
+                _run(step.calls)
+            replay, refused = self._captured(step)
+            self.refused = self.agree(refused)
+            if not self.refused:
+                return replay
         return lambda: _run(step.calls)
+
+    def _captured(self, step: Step) -> tuple[Callable[[], object], str]:
+        try:
+            return self.capture(step.calls), ""
+        except RuntimeError as error:  # CUDA's own errors are of this class too
+            return _nothing, (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _key(env: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(env.items()))
+
+
+def _nothing() -> None:
+    """The replay of what was not captured, which is never called."""
 
 
 def _run(calls: Calls) -> None:

@@ -1,6 +1,7 @@
 """A loaded model: the modules of a plan with their weights in memory, ready to run."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -61,7 +62,7 @@ class LoadedModel:
         self._phases = self._executors(own, provider, backends, ranks)
         self.vocab_size = _vocab_size(plan.module(plan.phases[0], plan.layout.pp - 1))
         is_gpu = self._storage.device.type == "cuda"
-        self._graphs = StepGraphs() if is_gpu and ranks is None else None
+        self._graphs = self._captures() if is_gpu else None
 
     @property
     def is_language_model(self) -> bool:
@@ -91,19 +92,45 @@ class LoadedModel:
         self, graphs: StepGraphs, tokens: np.ndarray, step: Mapping[str, np.ndarray]
     ) -> np.ndarray:
         """A decode step as one graph of its bucket of sizes; padded rows are cut off again."""
+        rows = len(step["sample_rows"])
+        tokens, step = self._in_bucket(tokens, step)
+        _, env = self._sized("decode", tokens, step)
+        self._storage.set_step({**step, TOKENS: tokens})
+        made = graphs.step(env, lambda: self._capturable(env))
+        graphs.run(env)
+        return _numbers(made.outputs[0][:rows])
+
+    def _in_bucket(
+        self, tokens: np.ndarray, step: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        """A decode step padded up to its bucket of sizes."""
         executor, env = self._sized("decode", tokens, step)
         limits = executor.module.limits()
         most = {name: bucket(size, limits[name][1]) for name, size in env.items()}
         padded = pad_step(step, most["T"], most["B"], num_pages=most["P"], num_samples=most["R"])
-        self._storage.set_step({**padded, TOKENS: np.pad(tokens, (0, most["T"] - env["T"]))})
+        return np.pad(tokens, (0, most["T"] - env["T"])), padded
 
-        def prepare() -> Step:
-            given, held = self._storage.step_field(TOKENS)[: most["T"]], executor.input(0, most)
-            # The input lies in the arena, where later values of the step overwrite it.
-            calls = [lambda: held.copy_(given), *executor.launches(most)]
-            return Step(calls, executor.output(0, most))
+    def _capturable(self, env: Mapping[str, int]) -> Step:
+        """A decode step at fixed sizes, reading its inputs from where nothing else is written.
 
-        return _numbers(graphs.run(most, prepare)[: env["R"]])
+        They lie in the arena, where later values of the step overwrite them.
+        """
+        executor = self._phases["decode"]
+        held = [executor.input(i, env) for i in range(len(executor.flat.inputs))]
+        given = self._given_to(held, env)
+        copies = [partial(there.copy_, here) for there, here in zip(held, given, strict=True)]
+        outputs = [executor.output(i, env) for i in range(len(executor.flat.outputs))]
+        return Step([*copies, *executor.launches(env)], given, tuple(outputs))
+
+    def _given_to(
+        self, held: Sequence[torch.Tensor], env: Mapping[str, int]
+    ) -> tuple[torch.Tensor, ...]:
+        """Where the inputs of a captured step come from: tokens travel with the step record."""
+        return (self._storage.step_field(TOKENS)[: env["T"]],)
+
+    def _captures(self) -> StepGraphs:
+        """What captures the decode steps of this rank."""
+        return StepGraphs()
 
     @property
     def run_notes(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ FRAME_BYTES = 1 << 14
 _LENGTH_BYTES = 8
 _ALIGN = 16
 
-Kind = Literal["step", "call", "stop"]
+Kind = Literal["step", "replay", "call", "stop"]
 Arrays = Mapping[str, torch.Tensor]
 
 
@@ -26,7 +26,8 @@ class Order:
     """One order.
 
     Attributes:
-        kind: "step" of a language model, "call" of a module, or "stop".
+        kind: "step" of a language model, launch by launch, "replay" of a decode step as a graph,
+            "call" of a module, or "stop".
         phase: of the step.
         arrays: what each replica is given, by name: tokens and step fields, or inputs.
     """

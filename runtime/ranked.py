@@ -15,16 +15,17 @@ from metainfer.ir.errors import MetainferError, RankError, Unsupported
 from metainfer.ir.graph import Value
 from metainfer.ir.plan import Plan
 from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
+from metainfer.runtime.graphs import StepGraphs
 from metainfer.runtime.model import LoadedModel
-from metainfer.runtime.orders import Arrays, Order, give, take
+from metainfer.runtime.orders import Arrays, Kind, Order, give, take
 from metainfer.runtime.ranks import Ranks, wait
 from metainfer.runtime.replicas import Given, alike
 from metainfer.runtime.self_test import Tested
+from metainfer.runtime.step_record import TOKENS
 from metainfer.runtime.watch import StepWatch
 from metainfer.runtime.weights import Provider
 
-_TOKENS = "tokens"
-# How the leader runs its part of a step: at once, timed, or watched.
+# How the leader runs its part of a step otherwise than at once: timed, or watched.
 Run = Callable[[PhaseExecutor, Mapping[str, int]], None]
 
 
@@ -69,7 +70,7 @@ class RankedModel(LoadedModel):
         Shapes: as `LoadedModel.run` for each; no rows for a replica that idles.
         Raises: CapacityError if a step is larger than the plan's; RankError if a rank is gone.
         """
-        return self._together(phase, steps, PhaseExecutor.run)
+        return self._together(phase, steps)
 
     def trace(
         self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
@@ -115,22 +116,31 @@ class RankedModel(LoadedModel):
         self._give(Order("call", "call", ({str(i): t for i, t in enumerate(inputs)},)))
         return self._call(inputs, env)
 
-    def _together(self, phase: str, steps: Sequence[Given | None], run: Run) -> list[np.ndarray]:
-        padded = self._give_step(phase, steps)
+    def _together(
+        self, phase: str, steps: Sequence[Given | None], run: Run | None = None
+    ) -> list[np.ndarray]:
+        padded = alike(steps) if self.num_replicas > 1 else _all(steps)
+        # A graph's warming up is a meeting: who replays is said by the order, to all alike.
+        is_replayed = phase == "decode" and run is None and self._graphs is not None
+        if is_replayed:
+            padded = [self._in_bucket(*given) for given in padded]
+        self._give_step("replay" if is_replayed else "step", phase, padded)
         try:
             with self._watched(phase, padded[0]):
-                return self._collected(steps, padded, self._stage(phase, padded[0], run))
+                if is_replayed:
+                    own = self._replayed_stage(padded[0])
+                else:
+                    own = self._stage(phase, padded[0], run or PhaseExecutor.run)
+                return self._collected(steps, padded, own)
         except BaseException:
             # The others may be in the middle of the step, where no order reaches them.
             self._is_over = True
             raise
 
-    def _give_step(self, phase: str, steps: Sequence[Given | None]) -> list[Given]:
-        padded = alike(steps) if self.num_replicas > 1 else _all(steps)
+    def _give_step(self, kind: Kind, phase: str, padded: Sequence[Given]) -> None:
         for given in padded:
             self._sized(phase, *given)
-        self._give(Order("step", phase, tuple(_arrays(*given) for given in padded)))
-        return padded
+        self._give(Order(kind, phase, tuple(_arrays(*given) for given in padded)))
 
     def _give(self, order: Order) -> None:
         if self._is_over or not self.is_leader:
@@ -188,10 +198,12 @@ class RankedModel(LoadedModel):
         else:
             given = _given(order.arrays[self._ranks.replica])
             with self._watched(order.phase, given):
-                self._obey_step(order.phase, given)
+                if order.kind == "replay":
+                    self._answer(self._replayed_stage(given))
+                else:
+                    self._answer(self._stage(order.phase, given, PhaseExecutor.run))
 
-    def _obey_step(self, phase: str, given: Given) -> None:
-        logits = self._stage(phase, given, PhaseExecutor.run)
+    def _answer(self, logits: torch.Tensor | None) -> None:
         if logits is not None and self._ranks.answers:
             with self._waiting("handing logits to rank 0", 0):
                 dist.send(logits.float().cpu().contiguous(), dst=0, group=self._ranks.control)
@@ -212,26 +224,53 @@ class RankedModel(LoadedModel):
         if self._ranks.before is None:
             executor.input(0, env).copy_(torch.from_numpy(np.ascontiguousarray(tokens, np.int32)))
         else:
-            self._pass_on(executor, env, is_sender=False)
+            self._take([executor.input(i, env) for i in range(len(executor.flat.inputs))])
         run(executor, env)
-        if self._ranks.after is None:
-            return executor.output(0, env)
-        self._pass_on(executor, env, is_sender=True)
-        return None
+        return self._passed_on([executor.output(i, env) for i in range(len(executor.flat.outputs))])
 
-    def _pass_on(self, executor: PhaseExecutor, env: Mapping[str, int], *, is_sender: bool) -> None:
-        """Hand a stage's outputs to the next stage, or take its inputs from the one before."""
-        ranks, size = self._ranks, self._ranks.layout.stage_ranks
-        if is_sender:
-            peer, values, at, group = ranks.rank + size, executor.flat.outputs, "to", ranks.after
-        else:
-            peer, values, at, group = ranks.rank - size, executor.flat.inputs, "from", ranks.before
-        with self._waiting(f"passing activations {at} rank {peer}", peer):
-            for index in range(len(values)):
-                if is_sender:
-                    dist.send(executor.output(index, env).contiguous(), dst=peer, group=group)
-                else:
-                    dist.recv(executor.input(index, env), src=peer, group=group)
+    def _replayed_stage(self, given: Given) -> torch.Tensor | None:
+        """Replay this rank's stage of a decode step, which is padded up to a bucket."""
+        assert self._graphs is not None
+        tokens, step = given
+        _, env = self._sized("decode", tokens, step)
+        self._storage.set_step({**step, TOKENS: tokens})
+        made = self._graphs.step(env, lambda: self._capturable(env))
+        if self._ranks.before is not None:
+            self._take(made.inputs)
+        self._graphs.run(env)
+        return self._passed_on(made.outputs)
+
+    def _given_to(
+        self, held: Sequence[torch.Tensor], env: Mapping[str, int]
+    ) -> tuple[torch.Tensor, ...]:
+        if self._ranks.before is None:
+            return super()._given_to(held, env)
+        return tuple(torch.empty_like(value) for value in held)
+
+    def _captures(self) -> StepGraphs:
+        return StepGraphs(agree=self._agreed)
+
+    def _agreed(self, refused: str) -> str:
+        """Why this rank, or one that it meets, does not capture steps; "" if all do."""
+        is_refused = self._ranks.any_of_stage(refused != "")
+        return refused or ("another rank cannot capture its part" if is_refused else "")
+
+    def _take(self, values: Sequence[torch.Tensor]) -> None:
+        """Take a stage's inputs from the stage before."""
+        peer = self._ranks.rank - self._ranks.layout.stage_ranks
+        with self._waiting(f"passing activations from rank {peer}", peer):
+            for value in values:
+                dist.recv(value, src=peer, group=self._ranks.before)
+
+    def _passed_on(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Hand a stage's outputs to the next stage; those of the last one are the logits."""
+        if self._ranks.after is None:
+            return values[0]
+        peer = self._ranks.rank + self._ranks.layout.stage_ranks
+        with self._waiting(f"passing activations to rank {peer}", peer):
+            for value in values:
+                dist.send(value.contiguous(), dst=peer, group=self._ranks.after)
+        return None
 
     def _waiting(self, what: str, peer: int) -> Any:
         return meeting(what, self._ranks.rank, (self._ranks.rank, peer), self._ranks.limit_s)
@@ -256,7 +295,7 @@ def _all(steps: Sequence[Given | None]) -> list[Given]:
 
 
 def _arrays(tokens: np.ndarray, step: Mapping[str, np.ndarray]) -> Arrays:
-    named = {_TOKENS: tokens, **step}
+    named = {TOKENS: tokens, **step}
     return {
         name: torch.from_numpy(np.ascontiguousarray(data, np.int32)) for name, data in named.items()
     }
@@ -264,4 +303,4 @@ def _arrays(tokens: np.ndarray, step: Mapping[str, np.ndarray]) -> Arrays:
 
 def _given(arrays: Arrays) -> Given:
     step = {name: data.numpy() for name, data in arrays.items()}
-    return step.pop(_TOKENS), step
+    return step.pop(TOKENS), step

@@ -128,6 +128,17 @@ class Ranks:
         with meeting(what, self.rank, self.everybody, LOAD_LIMIT_S):
             wait(dist.barrier(group=self.control, async_op=True), LOAD_LIMIT_S)
 
+    def any_of_stage(self, is_so: bool) -> bool:
+        """Whether something is so on any rank of this one's stage.
+
+        Raises: RankError if one is gone.
+        """
+        flag = torch.tensor([int(is_so)], device=self.device)
+        for axis, group in self.groups.items():
+            with meeting(f"an agreement over {axis}", self.rank, self.everybody, self.limit_s):
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        return bool(flag.item())
+
     @property
     def everybody(self) -> tuple[int, ...]:
         """All ranks."""

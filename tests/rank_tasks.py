@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from captures import Recorder
 
 import metainfer
 from metainfer.backends.registry import installed
@@ -21,6 +22,8 @@ from metainfer.ir.strategy import Layout
 from metainfer.ir.types import tensor
 from metainfer.runtime import self_test
 from metainfer.runtime.engine import Engine
+from metainfer.runtime.graphs import StepGraphs
+from metainfer.runtime.ranked import RankedModel
 from metainfer.runtime.ranks import join, launched
 from metainfer.runtime.sampling import SamplingParams
 
@@ -36,6 +39,28 @@ def answers(
         engine = Engine(model, end_ids=())
         found = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
         return [one.token_ids for one in found]
+
+
+def replayed_answers(
+    plan: Path, prompts: Sequence[Sequence[int]], max_tokens: int, refusing: int | None
+) -> tuple[list[tuple[int, ...]], int, int, tuple[str, ...]] | None:
+    """Greedy answers of captured steps, with the captures, replays and notes of rank 0.
+
+    Args:
+        refusing: the rank on which no step can be captured.
+    """
+    with metainfer.load(plan, allow_machine_mismatch=True, num_threads=1) as model:
+        assert isinstance(model, RankedModel)
+        process = launched()
+        assert process is not None
+        recorder = Recorder("a copy from the host" if process.rank == refusing else None)
+        model._graphs = StepGraphs(recorder, model._agreed)
+        model.follow()
+        if not model.is_leader:
+            return None
+        found = Engine(model, end_ids=()).generate(prompts, SamplingParams(max_tokens=max_tokens))
+        ids = [one.token_ids for one in found]
+        return ids, len(recorder.caught), recorder.replays, model.run_notes
 
 
 def pid() -> int:

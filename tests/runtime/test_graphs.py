@@ -1,44 +1,19 @@
 """Decode steps by buckets: captured once each, right when padded, and said where refused."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from captures import Recorder
 from hf_checkpoints import VOCAB, make_checkpoint
 
 import metainfer
 from metainfer.runtime.engine import Engine
-from metainfer.runtime.graphs import Calls, StepGraphs
+from metainfer.runtime.graphs import StepGraphs
 from metainfer.runtime.load import LoadedModel
 from metainfer.runtime.sampling import SamplingParams
 
 Answers = list[tuple[int, ...]]
-
-
-class Recorder:
-    """Captures as CUDA does, as far as a CPU can: what is replayed was fixed when it was caught."""
-
-    def __init__(self, error: str | None = None) -> None:
-        self.caught: list[int] = []
-        self.replays = 0
-        self.error = error
-
-    def __call__(self, calls: Calls) -> Callable[[], object]:
-        kept = tuple(calls)
-        self.caught.append(len(kept))
-        if self.error is not None:
-            raise RuntimeError(self.error)
-
-        def replay() -> None:
-            self.replays += 1
-            for call in kept:
-                call()
-
-        # Warming up runs the step before it is caught; it must not matter.
-        for call in kept:
-            call()
-        return replay
 
 
 @pytest.fixture(scope="module")
