@@ -17,7 +17,7 @@ OPTIONS: dict[str, Any] = {
     "activations": "f32", "weights": "f32", "exact": True, "max_tokens": 24, "max_sequences": 3,
     "max_context": 64,
 }  # fmt: skip
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_experts": 8, "num_attention_heads": 8, "head_dim": 8, "hidden_size": 64,
     "moe_intermediate_size": 64,
 }  # fmt: skip
