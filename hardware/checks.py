@@ -10,7 +10,7 @@ from metainfer.hardware import build, schema
 from metainfer.hardware.document import Document, Loc, near
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.units import show_quantity
-from metainfer.hardware.vocabulary import FEATURES, RATE_NAMES, is_feature
+from metainfer.hardware.vocabulary import COMMUNICATOR, FEATURES, RATE_NAMES, is_feature
 from metainfer.ir.errors import HardwareError
 
 # One direction, bytes/s: of one lane of PCIe after encoding, of one link of NVLink.
@@ -131,6 +131,11 @@ def check_machine(table: schema.MachineFile, document: Document) -> None:
     _check_links(table, vertices, document)
     for i, collective in enumerate(table.collectives):
         _check_collective(i, collective, len(_device_names(table)), document)
+    for i, option in enumerate(table.communicator):
+        if option.name not in COMMUNICATOR:
+            loc: Loc = ("communicator", i, "name")
+            what = f"unknown setting {option.name!r} of the communication library"
+            raise document.error(loc, what, near(option.name, list(COMMUNICATOR)))
     _check_unique([c.name for c in table.communicator], "communicator", document)
 
 

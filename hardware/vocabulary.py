@@ -79,6 +79,28 @@ RATE_FALLS: dict[str, tuple[str, ...]] = {
     "nvfp4": ("bf16", "f32"),
 }
 
+# Settings of NCCL and RCCL that a machine may want, and a plan may carry. What names files or code
+# to load (plugins, topology files) is none: a plan that is loaded runs no code of its own.
+COMMUNICATOR: dict[str, str] = {
+    "NCCL_P2P_LEVEL": "how far apart devices may be that reach each other's memory",
+    "NCCL_P2P_DISABLE": "no device reaches another's memory",
+    "NCCL_SHM_DISABLE": "no exchange through shared host memory",
+    "NCCL_SHM_USE_CUDA_MEMCPY": "copy engines for the exchange through host memory",
+    "NCCL_MIN_NCHANNELS": "least number of channels, each a block of every kernel",
+    "NCCL_MAX_NCHANNELS": "largest number of channels",
+    "NCCL_BUFFSIZE": "bytes of a channel's buffer",
+    "NCCL_NTHREADS": "threads of a block",
+    "NCCL_ALGO": "algorithms to choose from",
+    "NCCL_PROTO": "protocols to choose from",
+    "NCCL_NVLS_ENABLE": "reductions inside the switch",
+    "NCCL_CUMEM_ENABLE": "buffers by the driver's virtual memory",
+    "NCCL_CROSS_NIC": "rings that change network cards",
+    "NCCL_IB_DISABLE": "no InfiniBand or RoCE",
+    "NCCL_NET_GDR_LEVEL": "how far a network card may be from a device that it reads",
+    "NCCL_SOCKET_IFNAME": "network interfaces for sockets",
+    "NCCL_IB_HCA": "network cards for InfiniBand or RoCE",
+}
+
 
 def nearest(word: str, words: list[str]) -> str:
     """Return advice naming the nearest of ``words``, or all of them if none is near."""

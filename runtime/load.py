@@ -1,6 +1,8 @@
 """load: a plan becomes something that runs: a language model behind an engine, or a callable."""
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from metainfer.ir.errors import CheckpointError, PlanError
 from metainfer.ir.plan import Plan
 from metainfer.runtime.alternates import Alternates
 from metainfer.runtime.checkpoint import Checkpoint, TensorSource, open_checkpoint
+from metainfer.runtime.communicator import apply_settings
 from metainfer.runtime.model import LoadedModel
 from metainfer.runtime.ranked import RankedModel
 from metainfer.runtime.ranks import check_world, join, launched
@@ -73,11 +76,13 @@ def load(
         check_world(found.layout, 1)
         provider = _provider(found, weights, allow_checkpoint_mismatch)
         return LoadedModel(found, machine, provider, installed(), num_threads)
+    settings = apply_settings(machine, os.environ)
     ranks = join(found.layout, found.hash, process, machine.device(0).kind, time_limit_s)
     try:
         is_exact = bool(found.meta["options"].get("exact"))
         modules = {phase: found.module(phase, ranks.stage) for phase in found.phases}
         tested = self_test(ranks, modules, Alternates(machine, installed(), is_exact))
+        tested = replace(tested, notes=(*settings, *tested.notes))
         provider = _provider(found, weights, allow_checkpoint_mismatch)
         return RankedModel(found, machine, provider, installed(), num_threads, ranks, tested)
     except BaseException:

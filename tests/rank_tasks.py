@@ -1,5 +1,6 @@
 """What ranks do in tests: functions that every process of a `RankPool` runs."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -65,9 +66,18 @@ def replayed_answers(
 
 def pid() -> int:
     """This process."""
-    import os
-
     return os.getpid()
+
+
+def notes_and_setting(plan: Path, name: str) -> tuple[tuple[str, ...], str | None]:
+    """What loading says on this rank, and a variable of its environment after it."""
+    try:
+        with metainfer.load(plan, allow_machine_mismatch=True, num_threads=1) as model:
+            model.follow()
+            return model.notes, os.environ.get(name)
+    finally:
+        # The process serves other tests after this one.
+        os.environ.pop(name, None)
 
 
 def load_plan(plans: Sequence[Path]) -> None:

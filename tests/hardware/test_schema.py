@@ -113,6 +113,12 @@ def test_the_good_file_is_good(tmp_path: Path) -> None:
 
 
 LINK_AT = "[[links]]"
+# A setting that would load code.
+SETTING = """[[communicator]]
+name = "NCCL_NET_PLUGIN"
+value = "libevil.so"
+reason = "test"
+[[links]]"""
 WRONG = [
     # (old, new, what the message says, text of the line that it names)
     ('reserved = "1 GB"', 'reservd = "1 GB"', "memory.reserved is missing", "[types.card.memory]"),
@@ -152,6 +158,7 @@ WRONG = [
     ('basis = "assumed"', 'basis = "guessed"', "links.0.basis", 'basis = "guessed"'),
     ('from = ["gpu0", "gpu1"]', 'from = ["gpu0"]', "gpu1 is joined to no socket", None),
     ('from = ["gpu0", "gpu1"]', 'from = ["gpu0", "gpu0"]', "linked twice", LINK_AT),
+    ("[[links]]", SETTING, "unknown setting 'NCCL_NET_PLUGIN'", 'name = "NCCL_NET_PLUGIN'),
     ('"a card"', '"a card"\nextends = "h2000"', "extends unknown device", "extends"),
 ]
 
