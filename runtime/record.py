@@ -39,8 +39,8 @@ class RoutedLayer:
 def routed_layers(flat: FlatModule) -> tuple[RoutedLayer, ...]:
     """The layers with experts of a module, in order.
 
-    Raises: Unsupported if a fused group chooses and computes, so that choices are never in memory,
-    or if a layer's rows are cut into parts.
+    Raises: Unsupported if a fused group computes, or renumbers, what it chooses, so that choices
+    are never in memory, or if a layer's rows are cut into parts.
     """
     makers = {v.name: item.op for item in flat.ops for v in item.op.results}
     found = tuple(_routed(item, op, makers) for item, op in _expert_ops(flat.ops))
@@ -74,6 +74,13 @@ def _routed(item: FlatOp, op: Op, makers: Mapping[str, Op]) -> RoutedLayer:
             advice="compile for recording with --skip-pass fuse",
         )
     ids, outside = _before_renumbering(outer.get(ids.name, ids), makers)
+    router = makers.get(ids.name)
+    if router is not None and router.body is not None:
+        if any(o.name == "route" for o in router.body.ops):
+            raise Unsupported(
+                f"the choices of {name} leave a fused group as slots of a placement",
+                advice="compile for recording with --skip-pass fuse, or without a placement",
+            )
     total = int(cast(int, op.attr.get("total", 0)))
     num = total or op.operands[3].tensor.shape[0].static
     for one in (*within, *outside):

@@ -157,6 +157,8 @@ def _row_limit(graph: Graph, value: Value, env: Mapping[str, int]) -> int:
             limit = min(limit, op.operands[1].tensor.shape[0].evaluate(env))
         if op.name == "experts" and names[1] == value.name:
             limit = min(limit, op.operands[3].tensor.shape[0].evaluate(env))
+        if op.name == "route" and names[2] == value.name:
+            limit = 0  # each expert has one replica at least
         if op.name == "kv_write" and names[3] == value.name:
             limit = -PAGE_SIZE  # each slot once
     return limit
@@ -173,6 +175,8 @@ def _random(value: Value, env: Mapping[str, int], rng: np.random.Generator, limi
         if limit < 0:
             count = int(np.prod(shape, dtype=int))
             return rng.permutation(max(count, 13 * -limit))[:count].reshape(shape).astype(np.int32)
+        if limit == 0:
+            return np.ones(shape, type_.dtype.numpy)
         return rng.integers(0, limit, shape).astype(type_.dtype.numpy)
     return (rng.standard_normal(shape) * 0.5).astype(np.float32).astype(type_.dtype.numpy)
 

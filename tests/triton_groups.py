@@ -144,9 +144,16 @@ def check_group(op: Op, data: Sequence[Data], env: dict[str, int], device: str =
     compare(KERNEL, op, found, run_reference(op, data, env))
 
 
-def group_data(op: Op, tokens: int) -> list[Any]:
-    """Random operands of a group."""
-    return [random(v.type, {"T": tokens}) for v in op.operands]
+def group_data(op: Op, tokens: int, below: int = 7) -> list[Any]:
+    """Random operands of a group; integers from 0 to below, numbers of replicas from 1."""
+    made = [random(v.type, {"T": tokens}, below) for v in op.operands]
+    assert op.body is not None
+    for inner in op.body.ops:
+        if inner.name == "route":
+            place = [v.name for v in op.body.inputs].index(inner.operands[2].name)
+            most = inner.operands[1].tensor.shape[1].static
+            made[place] = 1 + made[place] % most
+    return made
 
 
 def writing_group(kind: str, tokens: int, width: int, interleaved: bool) -> tuple[Op, list[Any]]:

@@ -175,6 +175,14 @@ def route_experts(call: CpuCall) -> None:
     call.builder.add("route_rows", pointers, [call.rows(x), width, k, width, *how], [])
 
 
+def route(call: CpuCall) -> None:
+    """The slot of each choice: (ids, table, replicas)."""
+    ids, (experts, most) = call.tensor(0), (n.static for n in call.tensor(1).shape)
+    pointers = [call.result(0), *(call.pointer(i) for i in range(3))]
+    sizes = [ids.shape[1].static, experts, most, int(str(ids.dtype) == "i64")]
+    call.builder.add("route_slots", pointers, [call.rows(ids), *sizes], [])
+
+
 def experts_parts(pairs: int, num: int, width: int, inner: int) -> tuple[int, ...]:
     """Scratch of `experts`, in bytes: from, place, groups, rows, gate and up, their product."""
     ints = (pairs, pairs, 2 * num + 2)

@@ -84,6 +84,27 @@ void route_rows(const Args& a, Context& ctx) {
     });
 }
 
+// pointers: slots, ids (i32, or i64 where is_wide), table (i32 [E, M]), replicas (i32 [E]); ints: rows, k,
+// E, M, is_wide. Token t takes replica t mod replicas[e] of expert e; an id outside [0, E) gives -1.
+template <typename Id>
+void route_slots_of(const Args& a, Context& ctx) {
+    const i64 k = a.ints[1], E = a.ints[2], M = a.ints[3];
+    const int32_t *const table = a.ptr<const int32_t>(2), *const replicas = a.ptr<const int32_t>(3);
+    each_row(a, ctx, [&](i64 t) {
+        for (i64 p = t * k; p < (t + 1) * k; ++p) {
+            const i64 e = a.ptr<const Id>(1)[p];
+            a.ptr<Id>(0)[p] = e < 0 || e >= E ? -1 : table[e * M + t % replicas[e]];
+        }
+    });
+}
+
+void route_slots(const Args& a, Context& ctx) {
+    if (a.ints[4])
+        route_slots_of<i64>(a, ctx);
+    else
+        route_slots_of<int32_t>(a, ctx);
+}
+
 // pointers: from (i32 [pairs]: token of each row in the order of experts, -1 past the last row), place
 // (i32 [pairs]: row of each pair of a token and a choice, -1 if its id is none of ours), groups, ids;
 // ints: pairs, k, E, is_wide (ids are i64). One thread does it: a counting sort in two short passes.
@@ -141,6 +162,7 @@ void experts_sum(const Args& a, Context& ctx) {
 const KernelEntry kExpertsKernels[] = {
     {"topk_rows", topk_rows, Share::kRows},
     {"route_rows", route_rows, Share::kRows},
+    {"route_slots", route_slots, Share::kRows},
     {"experts_sort", experts_sort},
     {"experts_sum", experts_sum, Share::kRows},
     {nullptr, nullptr},

@@ -142,6 +142,12 @@ KERNELS: dict[str, Signature] = {
         "",
         "the k best of each row's softmax or sigmoid, and where they were (i64); normed: of sum 1",
     ),
+    "route_slots": _kernel(
+        "slots ids table replicas",
+        "rows k E M is_wide",
+        "",
+        "slot of each choice, table[e, t mod replicas[e]]; -1 where the id is none of E",
+    ),
     "experts_sort": _kernel(
         "from place groups ids",
         "pairs k E is_wide",

@@ -238,6 +238,14 @@ def _experts() -> list[Kernel]:
             efficiency=_STREAM,
             binder=CpuBinder(emitters.route_experts),
         ),
+        Kernel(
+            "cpu.route",
+            "route",
+            "cpu",
+            (CPU, dtype(0, "i32", "i64"), dtype(1, "i32"), dtype(2, "i32"), FIXED_WIDTH, dense()),
+            efficiency=_STREAM,
+            binder=CpuBinder(emitters.route),
+        ),
     ]
     for function, format_, compute in (
         ("experts_f32", "f32", 0.85),

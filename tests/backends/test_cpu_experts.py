@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from route_cases import CASES, routed
 
 from metainfer.backends.cpu import layouts, program
 from metainfer.backends.cpu.build import Library, available, library
@@ -142,3 +143,10 @@ def test_topk(tokens: int, width: int, seed: int, data: st.DataObject) -> None:
     wanted_values, wanted_index = op_def("topk").reference(x, k=k)
     np.testing.assert_array_equal(index, wanted_index)
     np.testing.assert_array_equal(values, wanted_values)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_route(kernels: Library, name: str) -> None:
+    op, data = routed(CASES[name])
+    (found,) = run(KERNELS.get("cpu.route"), op, data, kernels)
+    np.testing.assert_array_equal(found, run_reference(op, data)[0])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pass_oracle import as_module, target_for
 from rule_instances import instances
-from triton_groups import as_op, check_group, group_data, random
+from triton_groups import as_op, check_group, group_data
 from triton_worker import CARDS, check_compiles
 
 from metainfer.backends.triton.records_pointwise import GROUPS
@@ -32,7 +32,7 @@ def groups_of(rule: Rule) -> list[Op]:
 
 def _group(graph: Graph, rule: Rule) -> Op | None:
     try:
-        after = apply_rules(as_module(graph), target_for(phase="prefill"), [rule], "test")
+        after = apply_rules(as_module(graph), target_for("8xpcie", "prefill"), [rule], "test")
     except MetainferError:
         return None
     ops = after.main.ops
@@ -46,8 +46,7 @@ def test_a_group_computes_its_body(rule: Rule) -> None:
     for op in groups:
         for tokens in (1, 5):
             # Row numbers below 2: every size of an instance allows them.
-            data = [random(v.type, {"T": tokens}, 2) for v in op.operands]
-            check_group(op, data, {"T": tokens})
+            check_group(op, group_data(op, tokens, 2), {"T": tokens})
 
 
 ROUTE = """graph g(%x: bf16[T,128]) {

@@ -99,6 +99,20 @@ def test_choices_that_never_leave_a_group_are_refused() -> None:
         found(group, "", "%3")
 
 
+def test_choices_that_leave_a_group_as_slots_are_refused() -> None:
+    group = """    %3 = linear(%x, @mlp.gate.weight) : f32[T,6]
+    %4, %5 = fused[route_experts](%3, @mlp.experts.table, @mlp.experts.replicas)
+      : f32[T,2], i64[T,2]
+      body (%s: f32[T,6], %t: i32[6,2], %n: i32[6]) {
+        %0, %1 = topk(%s) {k = 2} : f32[T,2], i64[T,2]
+        %2 = route(%1, %t, %n) : i64[T,2]
+        return %0, %2
+      }
+    %6 = """
+    with pytest.raises(Unsupported, match="leave a fused group as slots"):
+        found(group + EXPERTS, "%5", "%6", rows=8)
+
+
 class Fake:
     """Shows the choices it is given, one row a token, before every reader."""
 

@@ -261,6 +261,23 @@ def embedding(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr
     return body.finish(op.result, found.text, found.axes)
 
 
+def route(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
+    """The slot that serves a token's choice: replicas of an expert take turns by token."""
+    ids, table, replicas = op.operands
+    expert = body.value(ids, index)
+    body.comment(op)
+    known = f"({expert.text} >= 0) & ({expert.text} < {table.tensor.shape[0].static})"
+    inside = body.assign(known, expert.axes)
+    at = body.name_index(f"{expert.text}.to(tl.int64)", expert.axes)
+    guarded = replace(at, guards=(inside.text,))
+    count = body.value(replicas, (guarded,))
+    # What is masked away has no replicas: the remainder needs one.
+    turn = f"{index[0].text} % tl.maximum({count.text}, 1)"
+    place = body.name_index(turn, joined(index[0].axes, count.axes))
+    slot = body.value(table, (guarded, place))
+    return body.finish(op.result, f"tl.where({inside.text}, {slot.text}, -1)", slot.axes)
+
+
 def concat(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
     """Each part where it stands, the rest masked away."""
     rank = op.result.tensor.rank
@@ -358,6 +375,7 @@ HANDLERS: dict[str, Handler] = {
     "topk": topk,
     "gather": gather,
     "embedding": embedding,
+    "route": route,
     "concat": concat,
     "rope": rope,
     "silu_mul_halves": silu_mul_halves,
