@@ -33,13 +33,21 @@ def answers(
     plan: Path, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[tuple[int, ...]] | None:
     """Greedy answers, on rank 0."""
+    found = answers_and_notes(plan, prompts, max_tokens)
+    return found[0] if found is not None else None
+
+
+def answers_and_notes(
+    plan: Path, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> tuple[list[tuple[int, ...]], tuple[str, ...]] | None:
+    """Greedy answers, and what running showed, on rank 0."""
     with metainfer.load(plan, allow_machine_mismatch=True, num_threads=1) as model:
         model.follow()
         if not model.is_leader:
             return None
         engine = Engine(model, end_ids=())
         found = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
-        return [one.token_ids for one in found]
+        return [one.token_ids for one in found], model.run_notes
 
 
 def replayed_answers(

@@ -7,96 +7,19 @@ graphs where the plan allows; the time is that of a replay, by CUDA events.
 """
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from timing import ceilings
+from shapes import CONFIGS, RandomWeights, spec_of, step_of
+from timing import ceilings, events_ms
 
 import metainfer
 from metainfer.backends.registry import installed
-from metainfer.compiler.check import checkpoint_types
 from metainfer.compiler.predict import predict_step
-from metainfer.ir.dtypes import Scalar
 from metainfer.ir.plan import Plan
-from metainfer.ir.rope import Rope
-from metainfer.ir.types import TensorType
-from metainfer.models.decoder import decoder_spec
-from metainfer.models.decoder_config import DecoderConfig
-from metainfer.models.qwen3_moe import config_30b
-from metainfer.models.spec import ModelSpec
-
-LLAMA_8B = DecoderConfig(
-    hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256,
-    max_positions=8192, eps=1e-5, rope=Rope(theta=5e5),
-)  # fmt: skip
-CONFIGS = {"llama:8b": LLAMA_8B, "qwen3_moe:30b": config_30b}
-_BLOCK = 1 << 24  # numbers drawn; larger tensors repeat them
-REPEATS = 20
-
-
-def spec_of(name: str, layers: int) -> ModelSpec:
-    import dataclasses
-
-    config = CONFIGS[name]
-    if layers:
-        config = dataclasses.replace(config, layers=layers)
-    return decoder_spec(name.replace(":", "_"), config, dtype="bf16")
-
-
-class RandomWeights:
-    """Normal numbers of the size that a trained model's have, by the fan-in of each weight."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._types: dict[str, TensorType] = {}
-        for phase in plan.phases:
-            for stage in range(plan.layout.pp):
-                self._types.update(checkpoint_types(plan.module(phase, stage)))
-        self._normal = np.random.default_rng(0).standard_normal(_BLOCK).astype(np.float32)
-        self._blocks: dict[tuple[int, str], np.ndarray] = {}
-
-    def __call__(self, name: str) -> np.ndarray:
-        type_ = self._types[name]
-        shape = tuple(n.static for n in type_.shape)
-        assert isinstance(type_.dtype, Scalar)
-        if len(shape) == 1:
-            return np.ones(shape, type_.dtype.numpy)
-        key = (shape[-1], type_.dtype.name)
-        if key not in self._blocks:
-            self._blocks[key] = (self._normal / np.sqrt(shape[-1])).astype(type_.dtype.numpy)
-        return np.resize(self._blocks[key], shape)
-
-
-def step_of(batch: int, new: int, context: int, page: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """Each of ``batch`` sequences gets ``new`` tokens and then has ``context``."""
-    most = -(-context // page)
-    pages = 1 + np.arange(batch * most).reshape(batch, most)
-    at = np.arange(context - new, context)
-    slots = np.concatenate([pages[b, at // page] * page + at % page for b in range(batch)])
-    starts = np.arange(batch + 1) * new
-    fields = {
-        "positions": np.tile(at, batch), "slots": slots, "starts": starts,
-        "lengths": np.full(batch, context), "pages": pages, "sample_rows": starts[1:] - 1,
-        "num_valid": np.array([batch * new, batch]),
-    }  # fmt: skip
-    tokens = np.random.default_rng(1).integers(0, 1000, batch * new)
-    return tokens.astype(np.int32), {k: v.astype(np.int32) for k, v in fields.items()}
-
-
-def events_ms(run: Callable[[], None], repeats: int = REPEATS) -> float:
-    """Median milliseconds by CUDA events."""
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
 
 
 def ours(args: argparse.Namespace) -> Iterator[tuple[str, int, float, dict[str, float]]]:

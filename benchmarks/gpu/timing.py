@@ -74,6 +74,19 @@ def captured_us(calls: Sequence[Callable[[], object]]) -> float:
     return statistics.median(times) / len(calls)
 
 
+def events_ms(run: Callable[[], object], repeats: int = REPLAYS) -> float:
+    """Median milliseconds by CUDA events."""
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
 def ceilings() -> Ceilings:
     """Measure a copy, a read and a square bf16 product on random data.
 

@@ -1,0 +1,74 @@
+"""Plans on several GPUs, made for a machine without peer access, answer what one GPU answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_tasks
+import torch
+from hf_checkpoints import VOCAB, make_checkpoint
+from rank_pool import RankPool
+
+import metainfer
+
+OPTIONS: dict[str, Any] = {
+    "activations": "f32", "weights": "f32", "exact": True, "max_tokens": 24, "max_sequences": 3,
+    "max_context": 64,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_attention_heads": 8, "head_dim": 16, "hidden_size": 64,
+    "moe_intermediate_size": 64,
+}  # fmt: skip
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"tp": 2}),
+    ("llama", {"pp": 2}),
+    ("qwen3_moe", {"tp": 2}),
+    ("qwen3_moe", {"tp": 2, "ep": 2}),
+    ("qwen3_moe", {"dp": 2, "ep": 2}),
+    ("qwen3_moe", {"pp": 2}),
+]
+NEW_TOKENS = 8
+PROMPTS = [[(7 * n + 3 * k) % VOCAB for k in range(1 + 5 * n % 23)] for n in range(5)]
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    sizes: dict[str, dict[str, Any]] = {"llama": {}, "qwen3_moe": EXPERTS}
+    return {kind: make_checkpoint(kind, folder / kind, **keys) for kind, keys in sizes.items()}
+
+
+@pytest.fixture(scope="module")
+def one_gpu(
+    pool: RankPool, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("plans")
+    found = {}
+    for kind, model in models.items():
+        metainfer.compile(str(model), "1xh200", out=folder / kind, **OPTIONS)
+        found[kind], _ = pool.run(
+            1, rank_tasks.answers_and_notes, folder / kind, PROMPTS, NEW_TOKENS
+        )
+    return found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("kind", "layout"), CASES, ids=str)
+def test_gpus_answer_what_one_answers(
+    pool: RankPool, models: dict[str, Path], one_gpu: dict[str, Any], tmp_path: Path,
+    kind: str, layout: dict[str, Any], overlap: bool,
+) -> None:  # fmt: skip
+    metainfer.compile(
+        str(models[kind]), "2xh200-nop2p", out=tmp_path / "plan", overlap=overlap, **OPTIONS,
+        **layout,
+    )  # fmt: skip
+    task = rank_tasks.answers_and_notes
+    found, notes = pool.run(2, task, tmp_path / "plan", PROMPTS, NEW_TOKENS)
+    assert found == one_gpu[kind]
+    # Decode steps are replayed as graphs.
+    assert notes == ()
