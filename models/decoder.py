@@ -1,4 +1,4 @@
-"""Decoders (Llama, SmolLM2, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE) in plain PyTorch.
+"""Decoders (Llama, SmolLM2, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE) in plain PyTorch.
 
 Single device, one flat row of tokens, weights named as Hugging Face names them.
 """
@@ -67,12 +67,12 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Gated MLP."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, inner: int) -> None:
         super().__init__()
         bias = config.mlp_bias
-        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=bias)
-        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=bias)
-        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=bias)
+        self.gate_proj = nn.Linear(config.hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(config.hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, config.hidden, bias=bias)
         self.activation = config.activation
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Experts(nn.Module):
 
 
 class SparseMlp(nn.Module):
-    """A router, and the experts that it chooses from."""
+    """A router, the experts that it chooses from, and maybe one that all tokens go through."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -128,6 +128,10 @@ class SparseMlp(nn.Module):
         self.chosen = experts.chosen
         self.renormalise = experts.renormalise
         self.activation = config.activation
+        self.has_shared = experts.shared > 0
+        if self.has_shared:
+            self.shared_expert = Mlp(config, experts.shared)
+            self.shared_expert_gate = nn.Linear(config.hidden, 1, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Send each token through its best experts: x [T, D] -> [T, D]."""
@@ -135,9 +139,12 @@ class SparseMlp(nn.Module):
         shares_TK, ids_TK = torch.topk(shares_TN, self.chosen)
         if self.renormalise:
             shares_TK = shares_TK / shares_TK.sum(-1, keepdim=True)
-        return functional.experts(
+        routed_TD = functional.experts(
             x_TD, ids_TK, shares_TK, *self.experts.weights(), activation=self.activation
         )
+        if not self.has_shared:
+            return routed_TD
+        return routed_TD + self.shared_expert_gate(x_TD).sigmoid() * self.shared_expert(x_TD)
 
 
 class Layer(nn.Module):
@@ -149,7 +156,10 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, config.window_of(index))
         self.post_attention_layernorm = RmsNorm(config.hidden, config.eps)
         experts = config.experts_of(index)
-        self.mlp = Mlp(config) if experts is None else SparseMlp(config, experts)
+        if experts is None:
+            self.mlp: nn.Module = Mlp(config, config.intermediate)
+        else:
+            self.mlp = SparseMlp(config, experts)
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         """Run the block: x [T, D] -> [T, D]."""

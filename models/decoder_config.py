@@ -11,7 +11,7 @@ from metainfer.models.hf_quantization import check_quantization
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 _HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_HF_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+_HF_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Switches of these families that would change what is computed and that we do not know.
 _REFUSED = ("attention_chunk_size", "attn_logit_softcapping")
@@ -28,6 +28,8 @@ class ExpertsConfig:
         intermediate: inner width of one expert.
         renormalise: whether the chosen experts' shares are scaled to sum to 1.
         layers: whether each layer has experts, or an MLP; () means experts in every layer.
+        shared: inner width of an expert that every token goes through, behind a gate of its own;
+            0 if there is none.
 
     Raises: TypeMismatch if the sizes do not fit together.
     """
@@ -37,9 +39,12 @@ class ExpertsConfig:
     intermediate: int
     renormalise: bool = True
     layers: tuple[bool, ...] = ()
+    shared: int = 0
 
     def __post_init__(self) -> None:
         """Check that the sizes fit together."""
+        if self.shared < 0:
+            raise TypeMismatch(f"a shared expert of width {self.shared}")
         if min(self.num, self.chosen, self.intermediate) < 1 or self.chosen > self.num:
             raise TypeMismatch(
                 f"{self.chosen} of {self.num} experts of width {self.intermediate} for each token"
@@ -50,7 +55,7 @@ class ExpertsConfig:
         mixed = len(set(self.layers)) == 2
         return replace(
             self, num=min(self.num, 8), chosen=min(self.chosen, 2), intermediate=32,
-            layers=(False, True) if mixed else self.layers[:2],
+            layers=(False, True) if mixed else self.layers[:2], shared=min(self.shared, 48),
         )  # fmt: skip
 
 
@@ -161,13 +166,24 @@ class DecoderConfig:
         return _Reader(config, origin).decoder()
 
 
-def _layer_windows(read: "_Reader", layers: int) -> tuple[int, ...]:
-    """Windows of Qwen2 and Qwen3: by layer_types, else from max_window_layers on."""
+# What the families mean where a key is absent.
+_SPARSE: Mapping[str, ExpertsConfig] = {
+    "qwen2_moe": ExpertsConfig(60, 4, 1408, shared=5632),
+    "qwen3_moe": ExpertsConfig(128, 8, 768),
+}
+
+
+def _layer_windows(read: "_Reader", layers: int, is_sparse: bool) -> tuple[int, ...]:
+    """Windows of Qwen2 and Qwen3: by layer_types, else from max_window_layers on.
+
+    Qwen2-MoE has them in every second layer before that one.
+    """
     window = read.window() if read.flag("use_sliding_window") else 0
     types = read.get("layer_types", None)
     if types is None:
-        first = read.integer("max_window_layers", 28)
-        return tuple(window if i >= first else 0 for i in range(layers))
+        end = read.integer("max_window_layers", 28)
+        seen = [i % 2 == 0 and i < end if is_sparse else i >= end for i in range(layers)]
+        return tuple(window if one else 0 for one in seen)
     known = {"full_attention": 0, "sliding_attention": window}
     unknown = [t for t in types if t not in known]
     if unknown:
@@ -210,8 +226,8 @@ class _Reader:
     def number(self, key: str, default: Any = _MISSING) -> float:
         return float(self._typed(key, default, (int, float), "a number"))
 
-    def flag(self, key: str) -> bool:
-        return bool(self._typed(key, False, (bool,), "true or false"))
+    def flag(self, key: str, default: bool = False) -> bool:
+        return bool(self._typed(key, default, (bool,), "true or false"))
 
     def decoder(self) -> DecoderConfig:
         kind = self.config.get("model_type")
@@ -230,6 +246,8 @@ class _Reader:
         layers = self.integer("num_hidden_layers")
         head_dim = self.integer("head_dim", 128 if kind == "qwen3" else hidden // heads)
         biased = kind in ("llama", "qwen3", "qwen3_moe") and self.flag("attention_bias")
+        # Qwen2-MoE's bias of queries, keys and values can be switched off.
+        always = kind == "qwen2" or (kind == "qwen2_moe" and self.flag("qkv_bias", True))
         return DecoderConfig(
             hidden=hidden,
             layers=layers,
@@ -242,7 +260,7 @@ class _Reader:
             eps=self.number("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
             rope=self.rope(1e6 if kind == "mixtral" else 1e4),
             tie=self.flag("tie_word_embeddings"),
-            qkv_bias=biased or kind == "qwen2",
+            qkv_bias=biased or always,
             o_bias=biased,
             mlp_bias=kind == "llama" and self.flag("mlp_bias"),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
@@ -258,9 +276,12 @@ class _Reader:
                 self.integer("num_experts_per_tok", 2),
                 self.integer("intermediate_size"),
             )
+        if kind not in _SPARSE:
+            return None
+        absent = _SPARSE[kind]
         # Transformers 5 writes num_local_experts, the published configs have num_experts.
-        num = self.integer("num_experts", self.integer("num_local_experts", 128))
-        if kind != "qwen3_moe" or not num:
+        num = self.integer("num_experts", self.integer("num_local_experts", absent.num))
+        if not num:
             return None
         dense, step = self.get("mlp_only_layers", ()), self.integer("decoder_sparse_step", 1)
         if step < 1:
@@ -270,10 +291,11 @@ class _Reader:
             return None
         return ExpertsConfig(
             num,
-            self.integer("num_experts_per_tok", 8),
-            self.integer("moe_intermediate_size", 768),
+            self.integer("num_experts_per_tok", absent.chosen),
+            self.integer("moe_intermediate_size", absent.intermediate),
             self.flag("norm_topk_prob"),
             () if all(sparse) else sparse,
+            self.integer("shared_expert_intermediate_size", absent.shared) if absent.shared else 0,
         )
 
     def activation(self) -> str:
@@ -295,7 +317,7 @@ class _Reader:
             used = kind != "qwen3_moe" or self.flag("use_sliding_window")
             window = self.window(0 if kind == "mixtral" else 4096) if used else 0
             return (window,) * layers if window else ()
-        windows = _layer_windows(self, layers)
+        windows = _layer_windows(self, layers, kind == "qwen2_moe")
         return windows if any(windows) else ()
 
     def rope(self, absent: float) -> Rope:

@@ -32,6 +32,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
     "qwen2": {"head_dim": None, "hidden_size": 64},
+    "qwen2_moe": {
+        "head_dim": None,
+        "hidden_size": 64,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "qwen3": {},
     "qwen3_moe": {
         "num_experts": 6,
@@ -91,6 +99,10 @@ CASES: dict[str, Case] = {
         "qwen3_moe",
         {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
     ),
+    "qwen2_moe": Case(
+        "qwen2_moe",
+        {"mlp_only_layers": [2], "use_sliding_window": True, "sliding_window": 5},
+    ),
     "mixtral_window": Case("mixtral", {"sliding_window": 5, "num_experts_per_tok": 1}),
     "qwen3_yarn_factor": Case("qwen3", {"rope_parameters": {**_YARN, "attention_factor": 1.3}}),
 }
@@ -99,6 +111,7 @@ _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),

@@ -178,7 +178,7 @@ def test_an_unknown_model_type(refused, tmp_path: Path, damaged: Path) -> None:
     config.write_text(config.read_text().replace('"llama"', '"transformerx"'))
     found = refused("compile", damaged, "--out", tmp_path / "p")
     assert "transformerx" in found.what
-    assert "llama, mistral, mixtral, qwen2, qwen3" in found.text
+    assert "llama, mistral, mixtral, qwen2, qwen2_moe, qwen3" in found.text
     assert "ModelSpec" in found.text
     assert "config.json" in found.text
 

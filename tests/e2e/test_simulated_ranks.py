@@ -36,7 +36,10 @@ DENSE = DecoderConfig(
 SPARSE = dataclasses.replace(
     DENSE, qkv_bias=False, qk_norm=True, kv_heads=4, experts=ExpertsConfig(8, 3, 16)
 )
-CONFIGS = {"dense": DENSE, "sparse": SPARSE}
+SHARED = dataclasses.replace(
+    SPARSE, layers=2, experts=ExpertsConfig(8, 3, 16, renormalise=False, shared=32)
+)
+CONFIGS = {"dense": DENSE, "sparse": SPARSE, "shared": SHARED}
 
 
 @cache
@@ -127,6 +130,7 @@ LAYOUTS = [
     ("sparse", 2, 2, 2, 4),
     ("sparse", 1, 2, 2, 2),
 ]
+SHARING = [(1, 1, 2, 1), (1, 1, 2, 2), (1, 2, 1, 2), (1, 2, 2, 4), (2, 1, 2, 1)]
 
 
 # Each example interprets whole models on up to eight ranks.
@@ -148,6 +152,19 @@ def test_simulated_ranks_of_a_plan_compute_what_one_rank_computes(
     got = [stages.run("prefill", prefill), stages.run("decode", decode)]
     for replica in range(dp):
         for phase, wanted in enumerate(reference(kind, replica, lengths)):
+            np.testing.assert_allclose(got[phase][replica], wanted, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("layout", SHARING)
+def test_ranks_share_an_expert_of_all_tokens(layout: tuple[int, int, int, int]) -> None:
+    pp, dp, tp, ep = layout
+    stages, lengths = Stages(plan_of("shared", pp, dp, tp, ep), "shared"), (4, 1, 3)
+    got = [
+        stages.run("prefill", [prefill_step(lengths, n, 16) for n in range(dp)]),
+        stages.run("decode", [decode_step(lengths, n, 16) for n in range(dp)]),
+    ]
+    for replica in range(dp):
+        for phase, wanted in enumerate(reference("shared", replica, lengths)):
             np.testing.assert_allclose(got[phase][replica], wanted, atol=5e-5, rtol=5e-5)
 
 

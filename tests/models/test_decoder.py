@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from metainfer.ir.errors import MetainferError, TypeMismatch, Unsupported
 from metainfer.ir.rope import Rope
-from metainfer.models import qwen3_moe
+from metainfer.models import qwen2_moe, qwen3_moe
 from metainfer.models.decoder import Decoder, decoder_spec
 from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
 from metainfer.models.hf_names import hf_renames
@@ -108,6 +108,9 @@ def test_defaults_of_the_families() -> None:
     sliding = {**qwen2, "use_sliding_window": True}
     assert DecoderConfig.from_hf({**sliding, "max_window_layers": 1}).windows == (0, 7)
     assert DecoderConfig.from_hf({**sliding, "sliding_window": None}).windows == ()
+    # Qwen2-MoE has them in every second layer, up to that one.
+    other = {**sliding, "model_type": "qwen2_moe", "num_hidden_layers": 4, "max_window_layers": 2}
+    assert DecoderConfig.from_hf(other).windows == (7, 0, 0, 0)
     mixed = {**sliding, "layer_types": ["sliding_attention", "full_attention"]}
     assert DecoderConfig.from_hf(mixed).windows == (7, 0)
 
@@ -115,8 +118,12 @@ def test_defaults_of_the_families() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gemma"}, ["gemma", "llama, mistral, mixtral, qwen2, qwen3", "ModelSpec"]),
+        (
+            {"model_type": "gemma"},
+            ["gemma", "llama, mistral, mixtral, qwen2, qwen2_moe,", "ModelSpec"],
+        ),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, ["decoder_sparse_step is 0"]),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": "8"}, ["size is '8'"]),
         ({"model_type": "mixtral", "num_local_experts": "8"}, ["num_local_experts is '8'"]),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["'dynamic'", "yarn"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["per layer type"]),
@@ -179,6 +186,10 @@ def test_experts_of_a_config() -> None:
     assert some.tiny().experts_of(1) is not None
     for dense in ({"num_experts": 0}, {"num_experts": 5, "mlp_only_layers": [0, 1]}):
         assert DecoderConfig.from_hf({**QWEN_MOE, **dense}).experts is None
+    beside = DecoderConfig.from_hf({**QWEN_MOE, "model_type": "qwen2_moe"})
+    assert beside.experts == ExpertsConfig(60, 2, 24, renormalise=False, shared=5632)
+    assert (beside.qkv_bias, beside.o_bias, beside.qk_norm) == (True, False, False)
+    assert beside.tiny().experts_of(1) == ExpertsConfig(8, 2, 32, renormalise=False, shared=48)
     mixtral = DecoderConfig.from_hf({**LLAMA, "model_type": "mixtral"})
     assert mixtral.experts == ExpertsConfig(8, 2, 96)
     assert (mixtral.rope.theta, mixtral.eps, mixtral.windows) == (1e6, 1e-5, ())
@@ -187,6 +198,8 @@ def test_experts_of_a_config() -> None:
 def test_experts_that_do_not_fit() -> None:
     with pytest.raises(TypeMismatch, match="5 of 4 experts of width 24"):
         ExpertsConfig(4, 5, 24)
+    with pytest.raises(TypeMismatch, match="shared expert of width -1"):
+        ExpertsConfig(4, 2, 24, shared=-1)
     with pytest.raises(TypeMismatch, match="3 kinds of MLP for 2 layers"):
         DecoderConfig(**SMALL, experts=ExpertsConfig(4, 2, 24, layers=(True, True, False)))
 
@@ -202,6 +215,16 @@ def test_qwen3_moe_has_the_published_number_of_parameters(
     assert sum(sizes.values()) == pytest.approx(total, rel=2e-3)
     assert sum(sizes.values()) - experts * (1 - 8 / 128) == pytest.approx(active, rel=2e-3)
     assert "model.layers.7.mlp.experts.*.gate_proj.weight" in sizes
+
+
+def test_qwen2_moe_has_the_published_number_of_parameters() -> None:
+    with torch.device("meta"):
+        decoder = qwen2_moe.spec.build()
+    sizes = {n: p.numel() / 1e9 for n, p in decoder.named_parameters()}
+    experts = sum(size for n, size in sizes.items() if "*" in n)
+    assert sum(sizes.values()) == pytest.approx(14.3, rel=5e-3)
+    assert sum(sizes.values()) - experts * (1 - 4 / 60) == pytest.approx(2.7, rel=1e-2)
+    assert "model.layers.23.mlp.shared_expert_gate.weight" in sizes
 
 
 def test_tied_weights_are_one_parameter_also_on_meta() -> None:

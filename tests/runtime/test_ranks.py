@@ -29,6 +29,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 8, "num_attention_heads": 8, "head_dim": 8, "hidden_size": 64,
         "moe_intermediate_size": 64,
     },
+    # An expert that all tokens go through, too.
+    "qwen2_moe": {
+        "num_experts": 8, "num_attention_heads": 8, "num_hidden_layers": 2,
+        "shared_expert_intermediate_size": 64,
+    },
 }  # fmt: skip
 # Experts that a skewed histogram places, hot ones twice.
 SKEWED = {"routing": "skewed", "replicas": 4}
@@ -47,6 +52,9 @@ CHOSEN: list[Case] = [
     ("qwen3_moe", {"dp": 2, "tp": 2, "ep": 4}, {"weights": "mxfp4", **PLAIN}),
     ("qwen3_moe", {"pp": 2, "dp": 2, "tp": 2, "ep": 2}, {"weights": "fp8"}),
     ("qwen3_moe", {"tp": 8, "ep": 8}, PLAIN),
+    ("qwen2_moe", {"tp": 2}, {}),
+    ("qwen2_moe", {"tp": 2, "ep": 2}, {}),
+    ("qwen2_moe", {"dp": 2, "ep": 2}, {"micro_batches": 2}),
 ]
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "llama": [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 3}, {"pp": 2, "tp": 2}, {"pp": 2, "tp": 4}],
