@@ -147,6 +147,7 @@ class TorchEmitter:
             {k: concrete_attr(v, self._env) for k, v in complete_attrs(op).items()},
             self._workspace(op.stream),
             self._storage.rope_tables,
+            self._env,
         )
         if isinstance(kernel.binder, TritonBinder):
             return kernel.binder.bind(call)

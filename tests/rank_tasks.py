@@ -24,6 +24,7 @@ from metainfer.ir.types import tensor
 from metainfer.runtime import self_test
 from metainfer.runtime.engine import Engine
 from metainfer.runtime.graphs import StepGraphs
+from metainfer.runtime.model import LoadedModel
 from metainfer.runtime.ranked import RankedModel
 from metainfer.runtime.ranks import join, launched
 from metainfer.runtime.sampling import SamplingParams
@@ -33,21 +34,30 @@ def answers(
     plan: Path, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[tuple[int, ...]] | None:
     """Greedy answers, on rank 0."""
-    found = answers_and_notes(plan, prompts, max_tokens)
-    return found[0] if found is not None else None
-
-
-def answers_and_notes(
-    plan: Path, prompts: Sequence[Sequence[int]], max_tokens: int
-) -> tuple[list[tuple[int, ...]], tuple[str, ...]] | None:
-    """Greedy answers, and what running showed, on rank 0."""
     with metainfer.load(plan, allow_machine_mismatch=True, num_threads=1) as model:
+        model.follow()
+        return _answers(model, prompts, max_tokens) if model.is_leader else None
+
+
+def _answers(
+    model: LoadedModel, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[tuple[int, ...]]:
+    params = SamplingParams(max_tokens=max_tokens)
+    return [one.token_ids for one in Engine(model, end_ids=()).generate(prompts, params)]
+
+
+def captured_and_single(
+    plan: Path, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], tuple[str, ...]] | None:
+    """Greedy answers by captured steps, launch by launch, and what running showed; on rank 0."""
+    with metainfer.load(plan, allow_machine_mismatch=True) as model:
         model.follow()
         if not model.is_leader:
             return None
-        engine = Engine(model, end_ids=())
-        found = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
-        return [one.token_ids for one in found], model.run_notes
+        captured, notes = _answers(model, prompts, max_tokens), model.run_notes
+        # The leader says how a step runs.
+        model._graphs = None
+        return captured, _answers(model, prompts, max_tokens), notes
 
 
 def replayed_answers(
@@ -67,8 +77,7 @@ def replayed_answers(
         model.follow()
         if not model.is_leader:
             return None
-        found = Engine(model, end_ids=()).generate(prompts, SamplingParams(max_tokens=max_tokens))
-        ids = [one.token_ids for one in found]
+        ids = _answers(model, prompts, max_tokens)
         return ids, len(recorder.caught), recorder.replays, model.run_notes
 
 

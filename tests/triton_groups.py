@@ -91,13 +91,16 @@ GROUPS: dict[str, str] = {
 WIDTHS = {"aligned": 64, "odd": 37, "one": 1}
 
 
-def group(kind: str, dtype: str, width: int) -> Op:
+def group(kind: str, dtype: str, width: int, rows: str = "T") -> Op:
+    """A group of `GROUPS` with concrete widths, over the rows of a step or a part of them."""
     width = max(width, 4) if kind == "route" else width
     text = GROUPS[kind].replace("4*D", str(4 * width)).replace("2*D", str(2 * width))
     text = text.replace("D+5", str(width + 5)).replace("t[", f"{dtype}[")
     text = text.replace("= D", f"= {width}").replace(", D)", f", {width})")
     for end in ("]", ","):
         text = text.replace(f"[D{end}", f"[{width}{end}").replace(f",D{end}", f",{width}{end}")
+    for place in ("[{},", "[2,{},", "[4,{},", "i32[{}]", "dim({})"):
+        text = text.replace(place.format("T"), place.format(rows))
     graph = parse_graph(text)
     return as_op(graph, kind)
 

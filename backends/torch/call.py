@@ -1,7 +1,7 @@
 """How the executor calls a torch kernel."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class TorchCall:
         attrs: attributes with defaults filled in and sizes concrete.
         workspace: scratch bytes, u8, at least as many as the kernel asks for; None if none is.
         rope: tables of cosines and sines that live as long as the plan.
+        sizes: values of the step's size symbols; of a part of the rows no shape tells them.
     """
 
     op: Op
@@ -34,6 +35,7 @@ class TorchCall:
     attrs: Mapping[str, Any]
     workspace: torch.Tensor | None = None
     rope: RopeTables | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def make_call(
     concrete = {k: concrete_attr(v, env) for k, v in attrs.items()}
     # Scratch space holds whatever was left there.
     scratch = torch.full((workspace,), 0xFF, dtype=torch.uint8, device=device)
-    return TorchCall(op, inputs, outputs, concrete, scratch, _rope_tables(device))
+    return TorchCall(op, inputs, outputs, concrete, scratch, _rope_tables(device), env)
 
 
 def _rope_tables(device: str) -> RopeTables:

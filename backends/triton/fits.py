@@ -69,6 +69,7 @@ def typed_call(
         {k: concrete_attr(v, env) for k, v in attrs.items()},
         workspace=torch.empty(workspace, dtype=torch.uint8, device=_META),
         rope=_rope,
+        sizes=env,
     )
 
 

@@ -44,8 +44,8 @@ def _strided(call: TorchCall) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def sizes_of(graph: Graph, call: TorchCall) -> dict[str, int]:
-    """Values of the size symbols of a call."""
-    env: dict[str, int] = {}
+    """Values of the size symbols of a call: the step's, and what shapes tell beyond them."""
+    env = dict(call.sizes)
     known = zip(graph.inputs, call.inputs, strict=True)
     made = zip((v for v in graph.outputs if not v.is_state), call.outputs, strict=True)
     for value, data in (*known, *made):

@@ -112,9 +112,9 @@ def _record(
         requires=(*HERE, linear.stored_as(storage, tile), *is_weight, dense(0, 1), body),
         layouts=packings,
         efficiency=efficiency,
-        # Codes of floats are exact in 16 bits; integers are scaled and rounded to them. Halves are
-        # multiplied, and so are what they are off by.
-        error=halves * BF16_STEP if storage.name.startswith("int") else 0.0,
+        # Codes of floats are exact in 16 bits; integers are scaled and rounded to them. Halves that
+        # are multiplied add up what they are off by, and what the rounding of either turns it into.
+        error=(2 * halves - 1) * BF16_STEP if storage.name.startswith("int") else 0.0,
         effort=tile.effort(efficiency.compute, halves),
         fits=_fits(made, packings, layouts, halves),
         binder=TritonBinder(made),

@@ -84,6 +84,7 @@ def report(args: argparse.Namespace, plan: Plan, model: RankedModel, name: str, 
     cases.append(("prefill", args.prefill_tokens // args.prompt, args.prompt, args.prompt))
     for phase, batch, new, context in cases:
         seconds = seconds_of(model, phase, batch, new, context)
+        print(*model.run_notes, end="", flush=True)
         each = max(batch // model.num_replicas, 1)
         env = {"T": each * new, "B": each, "P": -(-context // model.page_size), "R": each}
         found = predicted(plan, model, phase, env)
@@ -111,7 +112,6 @@ def measure(args: argparse.Namespace, layout: str, tops: Any, *, overlap: bool) 
             print(f"loaded in {time.perf_counter() - begun:.1f} s", *model.notes, flush=True)
             name = layout if overlap else f"{layout}, no overlap"
             report(args, plan, model, name, tops)
-            print(*model.run_notes, flush=True)
         else:
             model.follow()
     torch.cuda.empty_cache()

@@ -60,6 +60,14 @@ def test_groups(kind: str, size: str) -> None:
         check_group(op, group_data(op, tokens), {"T": tokens})
 
 
+@pytest.mark.parametrize("part", ["T-4*(T//8)", "4*(T//8)"])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_groups_of_a_part_of_the_rows(kind: str, part: str) -> None:
+    # What overlap makes of long steps: no single size tells the number of tokens.
+    op = group(kind, "f32", 16, rows=part)
+    check_group(op, group_data(op, 13), {"T": 13})
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("kind", ["rope_kv_write", "qk_norm_rope_kv_write"])
 def test_keys_and_values_are_written(kind: str, interleaved: bool) -> None:

@@ -11,6 +11,9 @@ from metainfer.backends.triton import cross
 from metainfer.compiler.kernels import check_launch, check_plan, planned_launches, sources_of
 from metainfer.hardware.load import load_machine
 from metainfer.ir.plan import Plan
+from metainfer.ir.printer import print_module
+from metainfer.models.decoder import decoder_spec
+from metainfer.models.decoder_config import DecoderConfig
 
 XPCIE = load_machine("8xpcie").device(0)
 
@@ -30,6 +33,21 @@ def test_every_kernel_of_a_plan_fits_its_card(plan: Plan) -> None:
         assert c.resources.shared_bytes <= c.limit_bytes == XPCIE.smem_per_block_bytes
         if c.planned.launch.matrix:
             assert "mma" in c.resources.matrix[0]
+
+
+def test_parts_of_the_rows_are_launched_as_the_parts_that_they_are() -> None:
+    # No operand of such a group tells the step's number of tokens.
+    config = DecoderConfig(
+        hidden=2048, layers=1, heads=16, kv_heads=4, head_dim=128, intermediate=4096, vocab=1000,
+        max_positions=8192,
+    )  # fmt: skip
+    spec = decoder_spec("wide", config, dtype="bf16")
+    plan = metainfer.compile(spec, "8xpcie", tp=4, micro_batches=2, max_tokens=4096)
+    assert "//" in print_module(plan.module("prefill"))
+    norms = [p for p in planned_launches(plan) if "rms_norm" in p.kernel and p.phase == "prefill"]
+    rows = {p.launch.arguments["rows0"] for p in norms}
+    # The last norm is of the 8 sequences' last tokens alone.
+    assert rows == {2048, 8}
 
 
 def test_a_card_with_less_shared_memory_is_told_apart(plan: Plan) -> None:
