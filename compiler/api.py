@@ -302,7 +302,8 @@ def _strategies(given: Job) -> dict[str, Strategy]:
     activations = _activations(given)
     kv = activations if options.kv == "auto" else options.kv
     base = Strategy(
-        "call", activations=activations, weights=options.weights, kv=kv,
+        "call", activations=activations, fp8_activations=options.activations == "fp8",
+        weights=options.weights, kv=kv,
         exact=options.exact, max_tokens=options.max_tokens, max_sequences=options.max_sequences,
         max_context=_max_context(given), page_size=options.page_size,
     )  # fmt: skip
@@ -318,7 +319,7 @@ def _strategies(given: Job) -> dict[str, Strategy]:
 
 def _activations(given: Job) -> str:
     asked = given.options.activations
-    if asked != "auto":
+    if asked not in ("auto", "fp8"):
         reason = f"--activations {asked}"
     elif given.device.kind == "gpu" and given.device.has("bf16_mma"):
         asked, reason = given.spec.dtype or "bf16", "the device's matrix units take it"

@@ -92,11 +92,13 @@ def run_by_hand(
         raise MetainferError(f"unknown phase {phase!r}", advice=f"known: {', '.join(phases)}")
     chosen = [pass_named(name) for name in names] or list(PIPELINE)
     check_overrides(options, installed().kernels)
-    activations = "f32" if options.activations == "auto" else options.activations
+    asked = options.activations
+    activations = {"auto": "f32", "fp8": "bf16"}.get(asked, asked)
     kv = activations if options.kv == "auto" else options.kv
     typical = tuple(p for p in _TYPICAL if phase == "prefill" or p[0] == "P")
     strategy = Strategy(
-        phase, activations=activations, weights=options.weights, exact=options.exact, kv=kv,
+        phase, activations=activations, fp8_activations=asked == "fp8", weights=options.weights,
+        exact=options.exact, kv=kv,
         typical=() if phase == "call" else typical,
     )  # fmt: skip
     backends = installed()

@@ -375,7 +375,7 @@ def summarize(plan: Plan) -> Summary:
     meta = plan.meta
     machine = meta["machine"]
     first = meta["phases"][ordered_phases(plan)[0]]["strategy"]
-    formats = {"activations": first["activations"], "weights": _weight_formats(plan)}
+    formats = {"activations": _activations(plan, first), "weights": _weight_formats(plan)}
     if meta["model"]["kind"] == "causal_lm":
         formats["kv"] = first["kv"]
     return Summary(
@@ -391,6 +391,15 @@ def summarize(plan: Plan) -> Summary:
         memory=max(_capacities(plan), key=lambda c: int(c["total_bytes"])),
         timings=meta["timings"],
     )
+
+
+def _activations(plan: Plan, strategy: Mapping[str, Any]) -> str:
+    """Their type between ops, and the formats that products read them in."""
+    ops = [op for g in plan.module(ordered_phases(plan)[0]).graphs for op in g.ops]
+    inner = [o for op in ops for o in (op.body.ops if op.body is not None else (op,))]
+    rounded = sorted({str(op.attr["format"]) for op in inner if op.name == "quantize"})
+    plain = str(strategy["activations"])
+    return f"{plain}, {' and '.join(rounded)} in products" if rounded else plain
 
 
 def _devices(machine: Mapping[str, Any]) -> str:

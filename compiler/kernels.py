@@ -14,10 +14,15 @@ from metainfer.backends.registry import Backends, installed
 from metainfer.backends.triton.cross import Resources, faults_of, resources_of
 from metainfer.backends.triton.fits import typed_call
 from metainfer.backends.triton.launch import Launch, TritonBinder
-from metainfer.backends.triton.records_linear import sample_product
+from metainfer.backends.triton.records_linear import (
+    GATED_KIND,
+    ROUNDED_KIND,
+    sample_gated,
+    sample_product,
+)
 from metainfer.hardware.device import Device
 from metainfer.hardware.machine import Machine
-from metainfer.ir.dtypes import BF16, parse_dtype
+from metainfer.ir.dtypes import BF16, FP8_BLOCK, FP8_GROUP, parse_dtype
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Module, Op
 from metainfer.ir.plan import Plan
@@ -114,18 +119,25 @@ def check_plan(plan: Plan) -> tuple[Checked, ...]:
 
 def check_products(device: Device) -> tuple[Checked, ...]:
     """Compile the product template for a card, for each format and tile that it has."""
-    backends = installed()
-    found = []
+    found: list[Checked] = []
     for text in FORMATS:
         op = sample_product(BF16, tensor(parse_dtype(text), 1, 1))
-        query = Query(op, device, {})
-        for kernel in backends.kernels.candidates("linear"):
-            if kernel.backend != "triton" or replace(kernel, fits=None).refusals(query):
-                continue
-            for launch in launches_of(kernel, op, device, {}, backends):
-                planned = Planned(kernel.name, f"linear of {text}", "", "", launch)
-                found.append(check_launch(planned, device))
+        found += _check_candidates("linear", op, f"linear of {text}", device)
+    weight, title = tensor(FP8_BLOCK, 1, 1), "linear of fp8 by fp8"
+    found += _check_candidates("linear", sample_product(FP8_GROUP, weight), title, device)
+    for rounded, kind in ((False, GATED_KIND), (True, ROUNDED_KIND)):
+        op = sample_gated(FP8_GROUP, weight, rounded=rounded)
+        found += _check_candidates(kind, op, title, device)
     return tuple(found)
+
+
+def _check_candidates(kind: str, op: Op, title: str, device: Device) -> Iterator[Checked]:
+    backends, query = installed(), Query(op, device, {})
+    for kernel in backends.kernels.candidates(kind):
+        if kernel.backend != "triton" or replace(kernel, fits=None).refusals(query):
+            continue
+        for launch in launches_of(kernel, op, device, {}, backends):
+            yield check_launch(Planned(kernel.name, title, "", "", launch), device)
 
 
 def check_launch(planned: Planned, device: Device) -> Checked:

@@ -163,7 +163,8 @@ def default_limit(plan: Plan) -> float:
         return _BY_WEIGHTS[asked]
     strategies = [plan.meta["phases"][p]["strategy"] for p in plan.phases]
     is_exact = all(
-        s["exact"] and s["activations"] == "f32" and s["kv"] == "f32" for s in strategies
+        s["exact"] and s["activations"] == "f32" and s["kv"] == "f32" and not s["fp8_activations"]
+        for s in strategies
     )
     return EXACT_KL if is_exact and asked in ("auto", "keep", "f32") else LOSSY_KL
 

@@ -7,6 +7,7 @@ sure to begin after its last reader: reuse follows the order of the streams, not
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from metainfer.ir.dtypes import Block
 from metainfer.ir.flatten import FlatModule
 from metainfer.ir.graph import Value
 from metainfer.ir.streams import num_streams, order_of
@@ -14,6 +15,8 @@ from metainfer.ir.types import TensorType
 from metainfer.ir.views import is_view, strided_values
 
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
+# Activations of a block format lie in one buffer: codes, then scales from the next such multiple.
+SCALES_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ def _lowest_gap(size: int, first: int, last: int, placed: Sequence[Buffer]) -> i
 
 def _bytes(value: Value, limits: Mapping[str, tuple[int, int]]) -> int:
     assert isinstance(value.type, TensorType)
-    return value.type.most_bytes(limits)
+    gap = SCALES_ALIGNMENT if isinstance(value.type.dtype, Block) else 0
+    return value.type.most_bytes(limits) + gap
 
 
 def _round(size: int) -> int:

@@ -10,7 +10,7 @@ class OptionError(MetainferError):
     """An option with a value that makes no sense."""
 
 
-ACTIVATIONS = ("auto", "f32", "bf16")
+ACTIVATIONS = ("auto", "f32", "bf16", "fp8")
 WEIGHTS = ("auto", "keep", "f32", "bf16", "int8", "int4", "fp8", "mxfp4")
 KV = ("auto", "f32", "bf16")
 
@@ -20,7 +20,8 @@ class Options:
     """Options of a compilation.
 
     Attributes:
-        activations: element type between ops; "auto" is what the device computes fastest.
+        activations: element type between ops; "auto" is what the device computes fastest; "fp8" is
+            that, and products of fp8 weights read it rounded to fp8 codes (lossy).
         weights: "auto" keeps the checkpoint's format where the device has a kernel for it, and
             weighs fp8 and MXFP4 against conversions that lose nothing; "keep" insists; "f32" and
             "bf16" dequantize; "int8", "int4", "fp8" and "mxfp4" quantize linears and experts

@@ -71,6 +71,7 @@ class Strategy:
         experts: axes over which whole experts are spread; each one's inner dim is cut over tp
             where tp is not among them.
         activations: element type between ops.
+        fp8_activations: whether products of fp8 weights read them rounded to fp8 codes.
         weights: rule for the formats of weights, as in `Options.weights`.
         exact: whether kernels may add no rounding of their own.
         kv: element type of cached keys and values.
@@ -86,6 +87,7 @@ class Strategy:
     experts: tuple[str, ...] = ()
     first_rank: int = 0
     activations: str = "f32"
+    fp8_activations: bool = False
     weights: str = "auto"
     exact: bool = False
     kv: str = "f32"

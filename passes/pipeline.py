@@ -20,6 +20,7 @@ from metainfer.passes.merge_linears import merge_linears
 from metainfer.passes.overlap import overlap
 from metainfer.passes.place_experts import place_experts
 from metainfer.passes.quantize import quantize
+from metainfer.passes.quantize_activations import quantize_activations
 from metainfer.passes.raise_experts import raise_experts
 from metainfer.passes.raise_ops import raise_ops
 from metainfer.passes.seam import seam
@@ -45,6 +46,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("shard", shard),
     Pass("localize", localize),
     Pass("merge_linears", merge_linears),
+    Pass("quantize_activations", quantize_activations),
     Pass("seam", seam),
     Pass("fuse", fuse),
     Pass("layout", layout),

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from metainfer.ir.dims import Dim, dim
+from metainfer.ir.dtypes import Block
 from metainfer.ir.graph import Attr, Choice, Graph, Op, Value, attrs_of
 from metainfer.ir.ops.collective import MEETING
 from metainfer.ir.ops.record import op_def
@@ -160,7 +161,7 @@ def split(
         parts: how rows are cut.
         copied: whether kernels want fixed addresses: parts of what comes in are copied then.
 
-    Returns: None if rows that ranks gathered would leave the region.
+    Returns: None if rows that ranks gathered, or codes with their scales, would leave the region.
     """
     run = _Split(graph, region, parts, copied)
     for number, op in enumerate(graph.ops):
@@ -194,7 +195,7 @@ class _Split:
             if value.name not in self._made or value.name in self._joined:
                 continue
             self._joined.add(value.name)
-            self.leaks |= value.tensor.shape[0] != dim(self._parts.symbol)
+            self.leaks |= not self._may_cross(value)
             pieces = tuple(self._piece(value, part) for part in range(self._parts.count))
             self.ops.append(Op("concat", pieces, (value,), attrs_of({"dim": 0})))
 
@@ -211,10 +212,18 @@ class _Split:
             return value
         if value.name in self._made:
             return self._piece(value, part)
-        self.leaks |= value.tensor.shape[0] != dim(self._parts.symbol)
+        self.leaks |= not self._may_cross(value)
         if value.name not in self._sliced:
             self._sliced[value.name] = self._slices(value)
         return self._sliced[value.name][part]
+
+    def _may_cross(self, value: Value) -> bool:
+        """Whether a value can be cut where a region begins, and joined where it ends.
+
+        Codes and their scales lie apart: no view holds both.
+        """
+        is_plain = not isinstance(value.tensor.dtype, Block)
+        return is_plain and value.tensor.shape[0] == dim(self._parts.symbol)
 
     def _slices(self, value: Value) -> tuple[Value, ...]:
         found = []

@@ -1,5 +1,9 @@
-"""Seams between blocks: the norm that begins a block moves to the end of the call before it."""
+"""Seams between blocks: the norm that begins a block moves to the end of the call before it.
 
+Where products read the norm rounded to a block format, the rounding goes with it.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -23,13 +27,37 @@ class _Norm:
         op: the norm in its own graph.
         graph: name of that graph.
         recipes: how each weight is made.
-        text: equal texts are the same norm, weights apart.
+        norm_text: equal texts are the same norm, weights and rounding apart.
+        rounding: the one op that reads it there, where that rounds it to a block format: it goes
+            where the norm goes.
     """
 
     op: Op
     graph: str
     recipes: tuple[Graph, ...]
-    text: str
+    norm_text: str
+    rounding: Op | None = None
+
+    @property
+    def text(self) -> str:
+        """The norm's text, and that of its rounding."""
+        if self.rounding is None:
+            return self.norm_text
+        return f"{self.norm_text}\n{_attrs_text(self.rounding)}"
+
+    @property
+    def last(self) -> Op:
+        """The op that makes what products read."""
+        return self.op if self.rounding is None else self.rounding
+
+    def made(self, x: Value, weights: Sequence[Value], name: str) -> tuple[Op, ...]:
+        """The norm of a value, and its rounding."""
+        normed = Value(name, x.tensor.with_dtype(self.op.result.tensor.dtype))
+        norm = replace(self.op, operands=(x, *weights), results=(normed,))
+        if self.rounding is None:
+            return (norm,)
+        rounded = Value(f"{name}:rounded", x.tensor.with_dtype(self.last.result.tensor.dtype))
+        return norm, replace(self.rounding, operands=(normed,), results=(rounded,))
 
 
 @dataclass(frozen=True)
@@ -206,14 +234,25 @@ def _head(module: Module, graph: Graph) -> _Head | None:
     norms = [op for op in graph.ops if op.name in NORMS and op.operands[0].name in positions]
     if len(norms) != 1 or not all(v.is_weight for v in norms[0].operands[1:]):
         return None
-    return _Head(positions[norms[0].operands[0].name], _norm(module, graph.name, norms[0]))
+    norm = replace(_norm(module, graph.name, norms[0]), rounding=_rounding(graph, norms[0]))
+    return _Head(positions[norms[0].operands[0].name], norm)
+
+
+def _rounding(graph: Graph, norm: Op) -> Op | None:
+    """What rounds a norm to a block format, if nothing else reads it."""
+    readers = graph.uses().get(norm.result.name, [])
+    is_alone = len(readers) == 1 and norm.result.name not in graph.returned()
+    return readers[0] if is_alone and readers[0].name == "quantize" else None
 
 
 def _norm(module: Module, graph: str, op: Op) -> _Norm:
     recipes = tuple(recipe_of(module, graph, w.name) for w in op.operands[1:])
-    attrs = [f"{k} = {print_attr(v)}" for k, v in op.attrs]
-    parts = [op.name, *attrs, str(op.operands[0].type), *map(recipe_text, recipes)]
+    parts = [_attrs_text(op), str(op.operands[0].type), *map(recipe_text, recipes)]
     return _Norm(op, graph, recipes, "\n".join(parts))
+
+
+def _attrs_text(op: Op) -> str:
+    return "\n".join([op.name, *(f"{k} = {print_attr(v)}" for k, v in op.attrs)])
 
 
 def _full_sources(norm: _Norm, binding: Binding) -> tuple[tuple[str, ...], ...]:
@@ -227,7 +266,7 @@ def _plan_last(module: Module, plan: _Plan, made: dict[str, tuple[int, int]]) ->
     producers, uses = module.main.producers(), module.main.uses()
     done: dict[str, set[str]] = {}
     for index, tail in plan.tails.items():
-        done.setdefault(str(module.main.ops[index].attr["block"]), set()).add(tail.norm.text)
+        done.setdefault(str(module.main.ops[index].attr["block"]), set()).add(tail.norm.norm_text)
     for index, op in enumerate(module.main.ops):
         if op.name not in NORMS or not all(v.is_weight for v in op.operands[1:]):
             continue
@@ -241,7 +280,7 @@ def _plan_last(module: Module, plan: _Plan, made: dict[str, tuple[int, int]]) ->
         if place is None or place[0] in plan.tails:
             continue
         norm = _norm(module, "main", replace(op, operands=(source, *op.operands[1:])))
-        if norm.text in done.get(str(module.main.ops[place[0]].attr["block"]), ()):
+        if norm.norm_text in done.get(str(module.main.ops[place[0]].attr["block"]), ()):
             plan.tails[place[0]] = _Tail(place[1], norm, _full_sources(norm, Binding("")))
             plan.finals[index] = place[0]
 
@@ -295,14 +334,15 @@ def _add_variant(module: Module, old: Module, plan: _Plan, variant: _Variant, na
 
 def _headless(graph: Graph, head: _Head) -> Graph:
     """The block that takes the norm of its input instead of computing it."""
-    normed = Value(f"{graph.inputs[head.position].name}.normed", head.norm.op.result.type)
-    gone = head.norm.op.result.name
+    last = head.norm.last.result
+    normed = Value(f"{graph.inputs[head.position].name}.normed", last.type)
+    gone = {head.norm.op.result.name, last.name}
 
-    alias = {gone: normed}
+    alias = {last.name: normed}
     ops = tuple(
         replace(op, operands=_apply(op.operands, alias))
         for op in graph.ops
-        if gone not in {v.name for v in op.results}
+        if gone.isdisjoint(v.name for v in op.results)
     )
     return replace(
         graph,
@@ -323,10 +363,9 @@ def _with_tail(module: Module, name: str, tail: _Tail) -> Module:
         module = add_weight(module, name, weight, recipe, source_names(weight, recipe))
         weights.append(Value(weight, recipe.outputs[0].type))
     graph = module.graph(name)
-    value = graph.outputs[tail.position]
-    normed = Value("%:normed", value.type)
-    op = replace(tail.norm.op, operands=(value, *weights), results=(normed,))
-    return module.with_graph(replace(graph, ops=(*graph.ops, op), outputs=(*graph.outputs, normed)))
+    ops = tail.norm.made(graph.outputs[tail.position], weights, "%:normed")
+    outputs = (*graph.outputs, ops[-1].result)
+    return module.with_graph(replace(graph, ops=(*graph.ops, *ops), outputs=outputs))
 
 
 def _rewrite_main(module: Module, old: Module, plan: _Plan, names: dict[_Variant, str]) -> Module:
@@ -351,13 +390,16 @@ def _rewrite_main(module: Module, old: Module, plan: _Plan, names: dict[_Variant
             operands = (*operands, normed[made[operands[head.position].name][0]])
         elif head is not None:
             module, first = _first_norm(module, op, head, f"%{index}:normed")
-            ops.append(first)
-            operands = (*operands, first.result)
+            ops += first
+            operands = (*operands, first[-1].result)
         if op.is_call:
             name = names[plan.variant(index, op)]
             op = _seamed_call(op, plan.tails.get(index), name, _bound_names(module, name))
         if index in plan.tails:
-            normed[index] = Value(f"%{index}:next", op.results[plan.tails[index].position].type)
+            tail = plan.tails[index]
+            dtype = tail.norm.last.result.tensor.dtype
+            made_type = op.results[tail.position].tensor.with_dtype(dtype)
+            normed[index] = Value(f"%{index}:next", made_type)
             op = replace(op, results=(*op.results, normed[index]))
         ops.append(replace(op, operands=operands))
     main = replace(module.main, ops=tuple(ops), outputs=_apply(module.main.outputs, alias))
@@ -389,7 +431,9 @@ def _seamed_call(call: Op, tail: _Tail | None, name: str, bound: frozenset[str])
     return replace(call, attrs=attrs_of(attrs))
 
 
-def _first_norm(module: Module, call: Op, head: _Head, result: str) -> tuple[Module, Op]:
+def _first_norm(
+    module: Module, call: Op, head: _Head, result: str
+) -> tuple[Module, tuple[Op, ...]]:
     """The norm in main of what a call is given, with the weights of that call."""
     weights = []
     sources = _full_sources(head.norm, Binding.of(call))
@@ -400,9 +444,7 @@ def _first_norm(module: Module, call: Op, head: _Head, result: str) -> tuple[Mod
         if known is None:
             module = add_weight(module, "main", name, recipe, [f"@{s}" for s in full])
         weights.append(known or Value(name, recipe.outputs[0].type))
-    x = call.operands[head.position]
-    made = Value(result, head.norm.op.result.type)
-    return module, replace(head.norm.op, operands=(x, *weights), results=(made,))
+    return module, head.norm.made(call.operands[head.position], weights, result)
 
 
 def _without_uncalled(module: Module, called: set[str]) -> Module:

@@ -35,6 +35,7 @@ from metainfer.passes.target import Decision, Target
 _FALLBACKS = {
     "select": ("group", "with only a generic kernel"),
     "layout": ("state", "in pages that a faster kernel refuses"),
+    "quantize_activations": ("request", "for fp8 activations on a device without fp8 units"),
 }
 
 
@@ -330,18 +331,13 @@ def _report(
     target.report.add(
         Decision(
             f"select {graph.name}",
-            group_subject(op),
+            f"{kind_of(op)} {op.results[0].name}",
             kernel.name,
             "; ".join(parts),
             severity,
             tuple(data.items()),
         )
     )
-
-
-def group_subject(op: Op) -> str:
-    """What a decision about a group is said of."""
-    return f"{kind_of(op)} {op.results[0].name}"
 
 
 def _roofline(op: Op, target: Target, env: Mapping[str, int], arithmetic: str) -> float:

@@ -12,9 +12,10 @@ from metainfer.backends.cpu.program import ProgramBuilder
 from metainfer.backends.kernel import Kernel
 from metainfer.backends.torch.call import TorchBinder, TorchCall
 from metainfer.backends.torch.plain_shape import VIEWS
-from metainfer.backends.torch.tensors import torch_dtype
+from metainfer.backends.torch.tensors import BlockTensors, block_view, torch_dtype
 from metainfer.backends.triton.launch import TritonBinder
 from metainfer.ir.arena import Arena
+from metainfer.ir.dtypes import Block
 from metainfer.ir.errors import PlanError
 from metainfer.ir.flatten import FlatModule, FlatOp
 from metainfer.ir.graph import Op, Value
@@ -143,7 +144,7 @@ class TorchEmitter:
         call = TorchCall(
             op,
             tuple(self._operand(v) for v in op.operands),
-            tuple(self.tensor(v) for v in op.results if not v.is_state),
+            tuple(self.held(v) for v in op.results if not v.is_state),
             {k: concrete_attr(v, self._env) for k, v in complete_attrs(op).items()},
             self._workspace(op.stream),
             self._storage.rope_tables,
@@ -172,16 +173,22 @@ class TorchEmitter:
             return self._storage.states[self._flat.state_of[value.name]]
         if value.is_weight:
             return self._weights[value.name]
-        return self.tensor(value)
+        return self.held(value)
 
     def tensor(self, value: Value) -> torch.Tensor:
-        """A tensor value as a view of its storage."""
-        if value.name not in self._views:
-            self._views[value.name] = self._view(value)
-        found: torch.Tensor = self._views[value.name]
+        """A tensor value of plain numbers as a view of its storage."""
+        found = self.held(value)
+        assert isinstance(found, torch.Tensor)
         return found
 
-    def _view(self, value: Value) -> torch.Tensor:
+    def held(self, value: Value) -> torch.Tensor | BlockTensors:
+        """A tensor value as a view of its storage; codes and scales of block formats."""
+        if value.name not in self._views:
+            self._views[value.name] = self._view(value)
+        found: torch.Tensor | BlockTensors = self._views[value.name]
+        return found
+
+    def _view(self, value: Value) -> torch.Tensor | BlockTensors:
         shape = value.tensor.concrete(self._env)
         if value.name.startswith("step."):
             flat = self._storage.step_field(value.name.removeprefix("step."))
@@ -193,8 +200,11 @@ class TorchEmitter:
         made: torch.Tensor = VIEWS[op.name](self._operand(op.operands[0]), attrs)
         return made
 
-    def _owned(self, value: Value, shape: tuple[int, ...]) -> torch.Tensor:
-        dtype = torch_dtype(value.tensor.dtype)
-        offset = self._arena.buffers[value.name].offset
+    def _owned(self, value: Value, shape: tuple[int, ...]) -> torch.Tensor | BlockTensors:
+        buffer = self._arena.buffers[value.name]
+        format_, offset = value.tensor.dtype, buffer.offset
+        if isinstance(format_, Block):
+            return block_view(self._storage.arena[offset : offset + buffer.size], format_, shape)
+        dtype = torch_dtype(format_)
         size = math.prod(shape) * dtype.itemsize
         return self._storage.arena[offset : offset + size].view(dtype).view(shape)

@@ -230,6 +230,8 @@ SAMPLES: tuple[Sample, ...] = (
     sample("linear", "f32[2,T,8]", "f32[12,8]", "f32[12]"),
     sample("linear", "f32[T,64]", "i8/32:f16[4,64]"),
     sample("linear", "f32[T,8]", "bf16[12,8]"),
+    sample("linear", "f8e4m3/32:f32[T,64]", "f8e4m3/16x16:f32[4,64]", dtype="bf16"),
+    sample("linear", "f8e4m3/row:f32[2,T,24]", "f8e4m3/row:f32[4,24]", "f32[4]", dtype="f32"),
     sample("matmul", "f32[4,T,8]", "f32[4,8,12]"),
     sample("matmul", "f32[T,8]", "f32[12,8]", transpose_b=True),
     sample("matmul", "f32[2,1,T,8]", "f32[4,8,T]"),
@@ -290,6 +292,7 @@ SAMPLES: tuple[Sample, ...] = (
     # load graphs
     sample("quantize", "f32[8,64]", format="i8/32:f16"),
     sample("quantize", "f32[8,64]", format="f8e4m3/row:f32"),
+    sample("quantize", "bf16[T,64]", format="f8e4m3/32:f32"),
     sample("dequantize", "u4/32:f16+f16[8,64]"),
     sample("dequantize", "f4e2m1/32:f8e8m0[8,64]", dtype="bf16"),
     sample("quantize", "f32[3,8,64]", format="f8e4m3/tensor:f32"),

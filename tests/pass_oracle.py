@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from metainfer.hardware import load_machine
-from metainfer.ir.dtypes import Block, Scalar, quantize
+from metainfer.ir.dtypes import Block, BlockArray, Scalar, quantize
 from metainfer.ir.graph import Binding, Graph, Module, Value
 from metainfer.ir.interpret import Data, Result, StateArrays, interpret
 from metainfer.ir.options import Options
@@ -22,6 +22,7 @@ from metainfer.ir.types import StateType, Symbol, TensorType
 from metainfer.passes.canonicalize import canonicalize
 from metainfer.passes.fuse import fuse
 from metainfer.passes.merge_linears import merge_linears
+from metainfer.passes.quantize_activations import quantize_activations
 from metainfer.passes.raise_experts import raise_experts
 from metainfer.passes.raise_ops import raise_ops
 from metainfer.passes.seam import seam
@@ -34,9 +35,13 @@ PASSES = {
     "raise_experts": raise_experts,
     "canonicalize": canonicalize,
     "merge_linears": merge_linears,
+    "quantize_activations": quantize_activations,
     "seam": seam,
     "fuse": fuse,
 }
+
+# Passes that round on purpose: how far a result may be off, as a fraction of the largest.
+ROUNDING = {"quantize_activations": 0.1}
 
 PAGE_SIZE = 4
 STEP_SIZES = ({"T": 1, "B": 1, "P": 1, "R": 1}, {"T": 5, "B": 2, "P": 3, "R": 2})
@@ -49,6 +54,8 @@ def target_for(hw: str = "cpu", phase: str = "decode", **strategy: Any) -> Targe
     """A target without kernels or costs, which none of the rewriting passes asks for."""
     nothing: Any = None
     typical = tuple(strategy.pop("typical", {"T": 8, "B": 8, "P": 16, "R": 8}).items())
+    # On request only; devices without fp8 units refuse.
+    strategy.setdefault("fp8_activations", True)
     chosen = Strategy(phase, typical=typical, **strategy)
     return Target(load_machine(hw), chosen, Options(), nothing, nothing, Report())
 
@@ -224,22 +231,30 @@ def _step(module: Module, env: Mapping[str, int], rng: np.random.Generator) -> d
     }
 
 
-def assert_same_numbers(before: Module, after: Module, *, exact: bool = False) -> None:
+def assert_same_numbers(
+    before: Module, after: Module, *, exact: bool = False, rounding: float = 0.0
+) -> None:
     """Run both modules on the same random data, at three sizes of each symbol."""
     for seed, env in enumerate(sizes_of(before)):
         example = example_for(before, env, seed)
         wanted, got = example.run(before), example.run(after)
         assert len(wanted.outputs) == len(got.outputs)
         for a, b in zip(wanted.outputs, got.outputs, strict=True):
-            assert_close(a, b, exact=exact)
+            assert_close(a, b, exact=exact, rounding=rounding)
         assert wanted.states.keys() == got.states.keys()
         for name, fields in wanted.states.items():
             for field, array in fields.items():
                 assert_close(array, got.states[name][field], exact=exact)
 
 
-def assert_close(wanted: Data, got: Data, *, exact: bool = False) -> None:
-    """Compare two arrays with the tolerance of their element type."""
+def assert_close(wanted: Data, got: Data, *, exact: bool = False, rounding: float = 0.0) -> None:
+    """Compare two arrays with the tolerance of their element type, and of rounding on purpose."""
+    if isinstance(wanted, BlockArray):
+        assert isinstance(got, BlockArray)
+        assert got.format == wanted.format
+        assert_close(wanted.codes, got.codes, exact=True)
+        assert_close(wanted.scales, got.scales, exact=True)
+        return
     assert isinstance(wanted, np.ndarray)
     assert isinstance(got, np.ndarray)
     assert (wanted.dtype, wanted.shape) == (got.dtype, got.shape)
@@ -252,4 +267,5 @@ def assert_close(wanted: Data, got: Data, *, exact: bool = False) -> None:
     a, b = wanted.astype(np.float64), got.astype(np.float64)
     finite = np.abs(a[np.isfinite(a)])
     scale = float(finite.max()) if finite.size else 1.0
-    np.testing.assert_allclose(b, a, rtol=0, atol=TOLERANCE[name] * max(scale, 1e-3))
+    most = max(TOLERANCE[name], rounding)
+    np.testing.assert_allclose(b, a, rtol=0, atol=most * max(scale, 1e-3))

@@ -10,7 +10,7 @@ from typing import Any
 
 from metainfer.hardware.device import Device
 from metainfer.ir.dims import Dim, dim
-from metainfer.ir.dtypes import BF16, F32, DType
+from metainfer.ir.dtypes import BF16, F32, FP8_BLOCK, FP8_GROUP, DType
 from metainfer.ir.errors import MetainferError
 from metainfer.ir.graph import Attr, Graph, Op, Value, attrs_of
 from metainfer.ir.ops.record import infer_types, op_def
@@ -34,6 +34,7 @@ TRIALS: dict[str, tuple[Attr, ...]] = {
     # A collective of one rank is what one rank can run.
     "ranks": (1,),
     "axis": ("tp",),
+    "format": ("f8e4m3/128:f32", "f8e4m3/row:f32"),
 }
 # What t[*] may be: like the scores of an attention (a mask), like other leading dims, or a number.
 STARS = ("scores", "lead", "scalar")
@@ -77,6 +78,9 @@ def instances(rule: Rule, device: Device, accept: Callable[[Graph], bool]) -> It
     if len(names) > 1:
         choices.append({n: BF16 if n == "t" else F32 for n in names})
         choices.append({n: F32 if n == "t" else BF16 for n in names})
+    if "q" in names:
+        # Codes by codes.
+        choices = [{**c, "q": FP8_GROUP, "u": FP8_BLOCK} for c in choices]
     most = MOST_TRIALS
     for dtypes in choices:
         stars = STARS if {"S", "L"} <= rule.before.size_variables() else STARS[1:]

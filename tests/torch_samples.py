@@ -9,7 +9,7 @@ from metainfer.backends.kernel import Kernel, Registry
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.check import difference, make_op, run_kernel, run_reference
 from metainfer.backends.torch.records import register
-from metainfer.ir.dtypes import Block, Scalar, parse_dtype, quantize
+from metainfer.ir.dtypes import Block, BlockArray, DType, Scalar, parse_dtype, quantize
 from metainfer.ir.graph import Graph, Op, Value, attrs_of
 from metainfer.ir.interpret import Data
 from metainfer.ir.types import StateType, TensorType, tensor
@@ -91,6 +91,8 @@ FLOAT_CASES: list[Case] = [
     ("gather", [floats(7, 3), ints(2, 4, low=0, high=7)], {}),
     ("linear", [floats(2, 3, 24), floats(5, 24), floats(5)], {}),
     ("linear", [floats(3, 24), floats(5, 24)], {}),
+    ("quantize", [floats(2, 3, 48)], {"format": "f8e4m3/16:f32"}),
+    ("quantize", [floats(3, 48)], {"format": "f8e4m3/row:f32"}),
     ("matmul", [floats(2, 1, 3, 8), floats(4, 8, 5)], {}),
     ("matmul", [floats(3, 8), floats(5, 8)], {"transpose_b": True}),
     ("experts", [floats(6, 16), ints(6, 3, low=-1, high=4), floats(6, 3), *_STACKS], {}),
@@ -168,9 +170,13 @@ def build(
     return make_op(name, [t for t, _ in pairs], attrs, weights), [d for _, d in pairs]
 
 
-def assert_close(found: Data, wanted: Data, dtype: Scalar, extra: float = 0.0) -> None:
+def assert_close(found: Data, wanted: Data, dtype: DType, extra: float = 0.0) -> None:
     """Within one rounding of the result's type, relative to the largest magnitude."""
-    if dtype.is_float:
+    if isinstance(dtype, Block):
+        assert isinstance(found, BlockArray)
+        assert found.format == dtype
+        assert difference(found, wanted) <= TOLERANCE.get(dtype.element.name, 0.0) + extra
+    elif dtype.is_float:
         assert difference(found, wanted) <= TOLERANCE[dtype.name] + extra
     else:
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
@@ -182,7 +188,7 @@ def check(kernel: Kernel, op: Op, data: list[Data], device: str = "cpu") -> None
     wanted = run_reference(op, data)
     results = [v for v in op.results if not v.is_state]
     for f, w, value in zip(found, wanted, results, strict=False):
-        assert_close(f, w, scalar(value.tensor.dtype.name), kernel.error)
+        assert_close(f, w, value.tensor.dtype, kernel.error)
 
 
 def paged(dtype: str, lengths: list[int], new: list[int], width: int = 8) -> Any:

@@ -90,7 +90,7 @@ def compare(
     """Tensors within one rounding of their type and the kernel's stated error; states alike."""
     tensors = [v for v in op.results if not v.is_state]
     for f, w, value in zip(found, wanted, tensors, strict=False):
-        assert_close(f, w, scalar(value.tensor.dtype.name), kernel.error + extra)
+        assert_close(f, w, value.tensor.dtype, kernel.error + extra)
     states = [v for v in op.results if v.is_state]
     for value, f, w in zip(states, found[len(tensors) :], wanted[len(tensors) :], strict=True):
         assert isinstance(f, dict)

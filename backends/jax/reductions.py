@@ -58,7 +58,7 @@ def _layer_norm(x: Any, weight: Any = None, bias: Any = None, *, eps: float) -> 
     return y if bias is None else y + bias
 
 
-def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(x: Any, weight: Any, bias: Any = None, *, dtype: str = "") -> Any:
     y = jnp.einsum("...k,nk->...n", x, weight.astype(x.dtype))
     return y if bias is None else y + bias
 

@@ -31,6 +31,7 @@ from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op, Value, attrs_of
 
 KIND = "all_reduce_add_rms_norm"
+ROUNDED = "all_reduce_add_rms_norm_quantize"
 SCATTERED = "reduce_scatter_add_rms_norm"
 _SUMS = ("all_reduce", "reduce_scatter")
 Receive = Callable[[TorchCall], torch.Tensor]
@@ -126,9 +127,15 @@ def _launches(is_whole: bool) -> Launches:
 
 # How the sum comes, and whether it is finished then.
 _RECEIVE: Mapping[tuple[str, str], tuple[Receive, bool]] = {
-    (KIND, "library"): (_library, True),
-    (KIND, "one_shot"): (_one_shot, False),
-    (KIND, "two_shot"): (two_shot_sum, True),
+    **{
+        (kind, algorithm): how
+        for kind in (KIND, ROUNDED)
+        for algorithm, how in {
+            "library": (_library, True),
+            "one_shot": (_one_shot, False),
+            "two_shot": (two_shot_sum, True),
+        }.items()
+    },
     (SCATTERED, "one_shot"): (parts_to_sum, False),
 }
 

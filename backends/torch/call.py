@@ -21,8 +21,8 @@ class TorchCall:
         op: the group; fused ones carry their body.
         inputs: operands: tensors (views unless the kernel requires dense), packed weights as
             their layout's `pack` made them, states as field -> [pages, page_size, ...].
-        outputs: preallocated tensors for the results that are no states; states are written in
-            place.
+        outputs: preallocated tensors for the results that are no states, `BlockTensors` for those
+            of a block format; states are written in place.
         attrs: attributes with defaults filled in and sizes concrete.
         workspace: scratch bytes, u8, at least as many as the kernel asks for; None if none is.
         rope: tables of cosines and sines that live as long as the plan.
@@ -31,7 +31,7 @@ class TorchCall:
 
     op: Op
     inputs: tuple[Any, ...]
-    outputs: tuple[torch.Tensor, ...]
+    outputs: tuple[Any, ...]
     attrs: Mapping[str, Any]
     workspace: torch.Tensor | None = None
     rope: RopeTables | None = None

@@ -9,9 +9,16 @@ import torch
 from metainfer.backends.kernel import Kernel, Query
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import RopeTables, TorchCall
-from metainfer.backends.torch.tensors import plain_weight, to_numpy, to_torch, torch_dtype
+from metainfer.backends.torch.tensors import (
+    BlockTensors,
+    PlainWeight,
+    plain_weight,
+    to_numpy,
+    to_torch,
+    torch_dtype,
+)
 from metainfer.hardware.device import Device
-from metainfer.ir.dtypes import BlockArray, Scalar
+from metainfer.ir.dtypes import Block, BlockArray, Scalar
 from metainfer.ir.errors import PlanError
 from metainfer.ir.graph import Graph, Op, Value, attrs_of
 from metainfer.ir.interpret import Data, concrete_attr, interpret_graph
@@ -41,8 +48,12 @@ def make_op(
 def difference(found: Data, wanted: Data) -> float:
     """Largest deviation, relative to the largest finite magnitude; inf where NaNs or infs differ.
 
+    Block formats are compared by their values.
+
     Raises: PlanError if the shapes differ.
     """
+    if isinstance(found, BlockArray) and isinstance(wanted, BlockArray):
+        return difference(found.dequantize(), wanted.dequantize())
     if not isinstance(found, np.ndarray) or not isinstance(wanted, np.ndarray):
         raise PlanError("states are compared field by field")
     if found.shape != wanted.shape:
@@ -98,7 +109,7 @@ def run_kernel(
     call = make_call(op, data, layouts, kernel.layouts, env or {}, device, scratch)
     run(call)
     results = [v for v in op.results if not v.is_state]
-    tensors = [_as_array(t, v) for t, v in zip(call.outputs, results, strict=True)]
+    tensors = [_as_data(t, v) for t, v in zip(call.outputs, results, strict=True)]
     states = [
         {name: _as_array(t, v, name) for name, t in held.items()}
         for held, v in zip(call.inputs, op.operands, strict=True)
@@ -155,9 +166,17 @@ def _placed(data: Data, layouts: LayoutRegistry, layout: str, device: str) -> An
     return {name: to_torch(array.copy()).to(device) for name, array in data.items()}
 
 
-def _output(value: Value, env: Env, device: str) -> torch.Tensor:
-    type_ = value.tensor
-    out = torch.empty(type_.concrete(env), dtype=torch_dtype(type_.dtype), device=device)
+def _output(value: Value, env: Env, device: str) -> torch.Tensor | BlockTensors:
+    shape, format_ = value.tensor.concrete(env), value.tensor.dtype
+    if isinstance(format_, Block):
+        codes = _filled(shape, format_.element, device)
+        scales = _filled(format_.scale_shape(shape), format_.scale, device)
+        return BlockTensors(format_, codes, scales)
+    return _filled(shape, format_, device)
+
+
+def _filled(shape: tuple[int, ...], dtype: Scalar, device: str) -> torch.Tensor:
+    out = torch.empty(shape, dtype=torch_dtype(dtype), device=device)
     if out.dtype is torch.bool:
         return out
     if not out.dtype.is_floating_point:
@@ -165,8 +184,14 @@ def _output(value: Value, env: Env, device: str) -> torch.Tensor:
     return out.copy_(torch.tensor(float("nan")))
 
 
+def _as_data(tensor: PlainWeight, value: Value) -> Data:
+    if isinstance(tensor, BlockTensors):
+        return tensor.to("cpu").to_blocks()
+    return _as_array(tensor, value)
+
+
 def _as_array(tensor: torch.Tensor, value: Value, field: str = "") -> np.ndarray[Any, Any]:
     type_ = value.type.field_type(field) if isinstance(value.type, StateType) else value.tensor
     if not isinstance(type_.dtype, Scalar):
-        raise PlanError(f"{value.name} is {type_}: a kernel makes plain numbers")
+        raise PlanError(f"{value.name} is {type_}: a kernel made plain numbers")
     return to_numpy(tensor, type_.dtype)

@@ -24,7 +24,6 @@ PLAIN: dict[str, Callable[[TorchCall], None]] = {
 }
 LOAD_OPS = frozenset(
     {
-        "quantize",
         "dequantize",
         "concat_rows",
         "unpermute_rope",

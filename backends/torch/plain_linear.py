@@ -1,4 +1,4 @@
-"""Plain PyTorch forms of the matrix products and the convolution: float32 inside."""
+"""Plain PyTorch forms of matrix products, of rounding for them, of the convolution: f32 inside."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,15 +8,36 @@ import torch
 from torch.nn import functional
 
 from metainfer.backends.torch.call import TorchCall
-from metainfer.backends.torch.tensors import dense_values, widen
+from metainfer.backends.torch.quantize import quantize, takes
+from metainfer.backends.torch.tensors import BlockTensors, dense_values, plain_weight, widen
+from metainfer.ir import dtypes
+from metainfer.ir.errors import Unsupported
 
 Run = Callable[[TorchCall], None]
 
 
 def _linear(call: TorchCall) -> None:
-    x, weight = widen(call.inputs[0]), dense_values(call.inputs[1])
+    x, weight = dense_values(call.inputs[0]), dense_values(call.inputs[1])
     y = torch.matmul(x, weight.to(x.dtype).t())
     call.outputs[0].copy_(y + widen(call.inputs[2]) if len(call.inputs) > 2 else y)
+
+
+def _quantize(call: TorchCall) -> None:
+    x, out = dense_values(call.inputs[0]).float(), call.outputs[0]
+    assert isinstance(out, BlockTensors)
+    if out.format.offset is not None:
+        raise Unsupported(
+            f"activations of {out.format}", advice="they are held without offsets: codes and scales"
+        )
+    if takes(out.format, x.shape[-1]):
+        codes, scales = quantize(x, out.format)
+    else:
+        # Formats that no pass gives to activations: by the reference, on the host.
+        made = plain_weight(dtypes.quantize(x.cpu().numpy(), out.format))
+        assert isinstance(made, BlockTensors)
+        codes, scales = made.codes, made.scales
+    out.codes.copy_(codes)
+    out.scales.copy_(scales)
 
 
 def _matmul(call: TorchCall) -> None:
@@ -47,4 +68,9 @@ def _full_f32() -> AbstractContextManager[Any]:
     )
 
 
-PLAIN_LINEAR: dict[str, Run] = {"linear": _linear, "matmul": _matmul, "conv2d": _conv2d}
+PLAIN_LINEAR: dict[str, Run] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "conv2d": _conv2d,
+    "quantize": _quantize,
+}

@@ -18,6 +18,17 @@ _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _E2M1_TIES_UP = (False, True, False, True, False, True, False)
 
 
+def takes(format: Block, width: int) -> bool:
+    """Whether `quantize` rounds rows of a width to a format."""
+    return (
+        len(format.block) == 1
+        and format.element in (F8E4M3, F4E2M1)
+        and format.scale in (F32, F8E8M0)
+        and format.offset is None
+        and width % (format.block[0] or width) == 0
+    )
+
+
 def quantize(x: torch.Tensor, format: Block) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of activations, rounded within their last dim.
 
@@ -31,13 +42,7 @@ def quantize(x: torch.Tensor, format: Block) -> tuple[torch.Tensor, torch.Tensor
     """
     width = x.shape[-1]
     extent = format.block[-1] or width
-    if (
-        len(format.block) != 1
-        or format.element not in (F8E4M3, F4E2M1)
-        or format.scale not in (F32, F8E8M0)
-        or format.offset is not None
-        or width % extent
-    ):
+    if not takes(format, width):
         raise Unsupported(
             f"rounding of rows of {width} to {format}",
             advice="activations take e4m3 or e2m1 codes in whole blocks of a row",

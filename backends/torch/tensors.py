@@ -1,11 +1,13 @@
 """Torch tensors from numpy arrays and IR types, and the plain form of block-quantized weights."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from metainfer.ir.arena import SCALES_ALIGNMENT
 from metainfer.ir.dtypes import Block, BlockArray, DType, Scalar
 from metainfer.ir.errors import Unsupported
 
@@ -92,7 +94,7 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlockTensors:
-    """A block-quantized weight in plain order: what the layout "" makes of a BlockArray.
+    """A block-quantized weight in plain order, or activations: what "" makes of a BlockArray.
 
     Shapes: codes [*shape] (a byte each; f4e2m1 as its code 0..15), scales and offsets
     [*format.scale_shape(shape)].
@@ -107,6 +109,11 @@ class BlockTensors:
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor that the codes stand for."""
         return tuple(self.codes.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes lie."""
+        return self.codes.device
 
     @property
     def num_bytes(self) -> int:
@@ -170,6 +177,24 @@ class BlockTensors:
                 # The last block of a dim may be short.
                 per_block = per_block.narrow(axis, 0, self.shape[axis])
         return per_block
+
+
+def block_view(raw: torch.Tensor, format: Block, shape: tuple[int, ...]) -> BlockTensors:
+    """Activations of a block format in memory that a plan laid out: codes, then scales.
+
+    Shapes: raw u8, at least as many as `ir.arena` keeps for the type.
+    Raises: Unsupported for codes of less than a byte, and for offsets.
+    """
+    if format.element.bits != 8 or format.offset is not None:
+        raise Unsupported(
+            f"activations of {format}", advice="codes of a byte each, without offsets, are held"
+        )
+    count = math.prod(shape)
+    start = -(-count // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
+    blocks, scale = format.scale_shape(shape), torch_dtype(format.scale)
+    stop = start + math.prod(blocks) * scale.itemsize
+    codes = raw[:count].view(torch_dtype(format.element)).view(shape)
+    return BlockTensors(format, codes, raw[start:stop].view(scale).view(blocks))
 
 
 PlainWeight = torch.Tensor | BlockTensors

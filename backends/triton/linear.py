@@ -17,10 +17,11 @@ from metainfer.backends.triton.launch import Launch
 from metainfer.backends.triton.nibbles import Nibbles
 from metainfer.backends.triton.pointwise import argument, sizes_of
 from metainfer.hardware.device import Device
-from metainfer.ir.dtypes import F8E4M3, Block, DType
+from metainfer.ir.dtypes import F8E4M3, F32, Block, DType
 from metainfer.ir.graph import Op
 
 ALONE = 0.5  # of a processor's rate that a program reaches with nobody beside it
+_WGMMA_ROWS = 64
 BAND = 8  # tiles of rows that neighbouring programs share columns over
 
 
@@ -80,6 +81,7 @@ class Storage:
         layout: packing of the weight, "" for none.
         holds: whether it is that of a weight's type, for activations of a type and a tile.
         parts: packed weight -> (step of weight_tiles, pointers, FORMAT).
+        is_rounded: whether activations are fp8 codes, too; else they are of 16 bits.
     """
 
     name: str
@@ -87,6 +89,29 @@ class Storage:
     layout: str
     holds: Callable[[DType, DType, Tile], bool]
     parts: Callable[[Any], tuple[str, tuple[torch.Tensor, ...], Any]]
+    is_rounded: bool = False
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Activations as templates take them.
+
+    Attributes:
+        pointers: numbers, or codes and scales.
+        group: numbers along K that share a scale; 0 for a whole row, -1 for plain numbers.
+        matrix: operand type of the matrix instruction.
+    """
+
+    pointers: tuple[torch.Tensor, ...]
+    group: int
+    matrix: str
+
+
+def activations_of(x: torch.Tensor | BlockTensors) -> Activations:
+    """The activations of a call."""
+    if isinstance(x, BlockTensors):
+        return Activations((x.codes, x.scales), x.format.block[0], x.format.element.name)
+    return Activations((x,), -1, "f16" if x.dtype == torch.float16 else "bf16")
 
 
 def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Launch]]:
@@ -107,24 +132,25 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
         env = sizes_of(graph, call)
         operands = tuple(argument(p, call, (), (), env) for p in epilogue.parameters)
         step, pointers, format_ = storage.parts(call.inputs[1])
+        given = activations_of(x)
         return (
             Launch(
                 gemm,
                 (tile.programs(rows, columns),),
                 {
-                    "x": x, "y": y, "weight": pointers,
+                    "x": given.pointers, "y": y, "weight": pointers,
                     # An empty tuple has no type that Triton could give it.
                     "operands": operands or (y,),
                     "rows": rows, "columns": columns, "inner": inner,
                 },
                 {
                     "step": getattr(weight_tiles, step), "epilogue": epilogue.function(),
-                    "FORMAT": format_, "BM": tile.rows, "BN": tile.columns, "BK": tile.inner,
-                    "BAND": BAND,
+                    "FORMAT": format_, "GROUP": given.group, "BM": tile.rows, "BN": tile.columns,
+                    "BK": tile.inner, "BAND": BAND,
                 },
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
-                matrix="f16" if x.dtype == torch.float16 else "bf16",
+                matrix=given.matrix,
             ),
         )  # fmt: skip
 
@@ -147,11 +173,35 @@ def stored_as(storage: Storage, tile: Tile) -> Constraint:
 
     def check(query: Query) -> str | None:
         x, weight = query.dtype(0), query.dtype(1)
-        if x.name not in ("bf16", "f16"):
+        if not (_is_rounded(x) if storage.is_rounded else x.name in ("bf16", "f16")):
             return f"activations of {x}"
         return None if storage.holds(weight, x, tile) else str(weight)
 
     return Constraint(f"operand 1 is {storage.text}", check)
+
+
+def takes_rows(tile: Tile) -> Constraint:
+    """The matrix units multiply fp8 codes by as few rows as a tile has.
+
+    Hopper's do by 64 and more; by fewer Triton widens codes to f16 and multiplies those.
+    """
+
+    def check(query: Query) -> str | None:
+        few = tile.rows < _WGMMA_ROWS and query.device.has("wgmma")
+        return f"{_WGMMA_ROWS} at least" if few else None
+
+    return Constraint(f"matrix units that take {tile.rows} rows of fp8 codes", check)
+
+
+def _is_rounded(x: DType) -> bool:
+    """Whether activations are such codes as the templates multiply."""
+    return (
+        isinstance(x, Block)
+        and x.element == F8E4M3
+        and x.scale == F32
+        and x.offset is None
+        and len(x.block) == 1
+    )
 
 
 # --- ways of storing ------------------------------------------------------------------------------
@@ -179,6 +229,19 @@ def _codes_hold(weight: DType, x: DType, tile: Tile) -> bool:
         and high == 1
         and (wide > 0 and tile.inner % wide == 0)
     )
+
+
+def _rounded_hold(weight: DType, x: DType, tile: Tile) -> bool:
+    """Each step lies under one scale on either side: codes are multiplied as they are."""
+    if not isinstance(weight, Block) or weight.offset is not None or weight.element != F8E4M3:
+        return False
+    group = x.block[0] if isinstance(x, Block) else 0
+    return weight.extents(2)[1] % tile.inner == 0 and group % tile.inner == 0
+
+
+def _rounded_parts(weight: Codes) -> tuple[str, tuple[torch.Tensor, ...], Any]:
+    codes = weight.codes.view(torch.float8_e4m3fn)
+    return "fp8_step", (codes, _bytes(weight.scales)), weight.format.extents(2)
 
 
 def _codes_parts(weight: Codes) -> tuple[str, tuple[torch.Tensor, ...], Any]:
@@ -228,6 +291,10 @@ STORAGES: Mapping[str, Storage] = {
         Storage("plain", "of the activations' type", "", lambda w, x, _: w == x, _plain_parts),
         Storage("codes", "fp8 or fp4 codes", "torch.codes", _codes_hold, _codes_parts),
         Storage(
+            "fp8", "fp8 codes, of activations that are", "torch.codes", _rounded_hold,
+            _rounded_parts, is_rounded=True,
+        ),
+        Storage(
             "int4", "4-bit integers in groups", "triton.nibbles", _groups_hold("u4", "i4"),
             _nibble_parts,
         ),
@@ -243,6 +310,15 @@ TILES: Mapping[str, tuple[Tile, ...]] = {
         Tile("m64", 64, 64, 64, 4, 4),
         Tile("m128", 128, 128, 64, 8, 3),
     ),
+    # Hopper multiplies fp8 by 64 rows and more only: a thin tile is for its few rows. The last one
+    # is for scales of 64 numbers each: blocks of 128 that ranks cut in half.
+    "fp8": (
+        Tile("m16", 16, 32, 128, 4, 4),
+        Tile("thin", 64, 32, 128, 4, 4),
+        Tile("m64", 64, 64, 128, 4, 3),
+        Tile("m128", 128, 128, 128, 8, 3),
+        Tile("half", 64, 64, 64, 4, 4),
+    ),
     **dict.fromkeys(
         ("codes", "int4", "int8"),
         (
@@ -251,4 +327,10 @@ TILES: Mapping[str, tuple[Tile, ...]] = {
             Tile("m128", 128, 64, 64, 8, 2),
         ),
     ),
+}
+# Where gate and up are taken apart two tiles of sums are held: 128 columns of them spill registers.
+_SPLIT = Tile("m128", 128, 64, 128, 8, 3)
+GATED_TILES: Mapping[str, tuple[Tile, ...]] = {
+    **TILES,
+    "fp8": tuple(_SPLIT if tile.name == _SPLIT.name else tile for tile in TILES["fp8"]),
 }

@@ -8,6 +8,7 @@ import torch
 
 from metainfer.backends.kernel import Constraint, Query
 from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.tensors import BlockTensors
 from metainfer.backends.triton.emit.source import Parameter, body_of, emit
 from metainfer.backends.triton.emit.tiles import rotary
 from metainfer.backends.triton.launch import Launch
@@ -19,7 +20,7 @@ from metainfer.ir.types import TensorType
 def launches(call: TorchCall) -> Sequence[Launch]:
     """The launch of a group; none if a result is empty."""
     graph = body_of(call.op)
-    strided, unit_last = strided_of(call)
+    strided, unit_last = _strided(call)
     emitted = emit(graph, strided, unit_last)
     env = sizes_of(graph, call)
     rows = [math.prod(n.evaluate(env) for n in s.lead) for s in emitted.spaces]
@@ -33,7 +34,7 @@ def launches(call: TorchCall) -> Sequence[Launch]:
     return (Launch(emitted.function(), (programs, chunks), arguments, num_warps=emitted.num_warps),)
 
 
-def strided_of(call: TorchCall) -> tuple[frozenset[int], frozenset[int]]:
+def _strided(call: TorchCall) -> tuple[frozenset[int], frozenset[int]]:
     """Operands with gaps, and those of them whose last dim is dense."""
     views = {
         i: x
@@ -50,7 +51,7 @@ def sizes_of(graph: Graph, call: TorchCall) -> dict[str, int]:
     made = zip((v for v in graph.outputs if not v.is_state), call.outputs, strict=True)
     for value, data in (*known, *made):
         # A packed weight has no symbolic sizes.
-        if isinstance(value.type, TensorType) and isinstance(data, torch.Tensor):
+        if isinstance(value.type, TensorType) and isinstance(data, torch.Tensor | BlockTensors):
             unify(value, tuple(data.shape), env)
     return env
 
@@ -77,6 +78,8 @@ def argument(
         return call.inputs[number].stride(detail)
     if parameter.kind == "output":
         return call.outputs[number]
+    if parameter.kind == "made":
+        return getattr(call.outputs[number], detail)
     if parameter.kind in ("cos", "sin"):
         assert call.rope is not None
         cos, sin = call.rope(*rotary(tables[number]))

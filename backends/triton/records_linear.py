@@ -19,19 +19,28 @@ from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.triton import gated, linear
 from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import Launch, TritonBinder
-from metainfer.backends.triton.linear import STORAGES, TILES, Storage, Tile
+from metainfer.backends.triton.linear import GATED_TILES, STORAGES, TILES, Storage, Tile
 from metainfer.backends.triton.nibbles import LAYOUT
 from metainfer.ir.dims import dim
-from metainfer.ir.dtypes import DType
-from metainfer.ir.graph import Op, Value
+from metainfer.ir.dtypes import BF16, FP8_GROUP, Block, DType
+from metainfer.ir.graph import Graph, Op, Value, attrs_of
 from metainfer.ir.types import TensorType, tensor
 
 BF16_STEP = 2.0**-8
+# Hopper's units keep 13 bits behind the point of the sums of 128 products of codes.
+F8_SUMS = 2.0**-13
 HERE: tuple[Constraint, ...] = (device_kind("gpu"), feature("triton"), feature("bf16_mma"))
+_ERRORS = {"int4": BF16_STEP, "int8": BF16_STEP, "fp8": F8_SUMS}
 SIZE = 1024  # of the product that is compiled to see whether a tile fits a card
 # The op, and what rules put behind it.
 KINDS = ("linear", "linear_add", "linear_relu", "linear_gelu", "linear_silu")
 GATED_KIND = "linear_silu_mul"
+ROUNDED_KIND = "linear_silu_mul_quantize"
+# Tiles whose half is a group of what comes out rounded: of 128 numbers.
+ROUNDED_TILES = (
+    Tile("wide16", 16, 256, 128, 8, 3),
+    Tile("wide64", 64, 256, 128, 8, 3),
+)
 _SOURCE = "assumed, to be replaced by a benchmark on an H200"
 # A tile of 16 x 32 reads 48 numbers for every 512 multiplications: the last cache bounds it. Large
 # tiles are bound by arithmetic, and by widening the codes.
@@ -42,6 +51,13 @@ _EFFICIENCY = {
     ("coded", "m16"): Efficiency(0.5, 0.05, source=_SOURCE),
     ("coded", "m64"): Efficiency(0.5, 0.18, source=_SOURCE),
     ("coded", "m128"): Efficiency(0.5, 0.35, source=_SOURCE),
+    ("fp8", "m16"): Efficiency(0.6, 0.04, "f8e4m3", _SOURCE),
+    ("fp8", "thin"): Efficiency(0.6, 0.1, "f8e4m3", _SOURCE),
+    ("fp8", "m64"): Efficiency(0.6, 0.25, "f8e4m3", _SOURCE),
+    ("fp8", "m128"): Efficiency(0.6, 0.5, "f8e4m3", _SOURCE),
+    ("fp8", "wide16"): Efficiency(0.6, 0.06, "f8e4m3", _SOURCE),
+    ("fp8", "wide64"): Efficiency(0.6, 0.4, "f8e4m3", _SOURCE),
+    ("fp8", "half"): Efficiency(0.5, 0.2, "f8e4m3", _SOURCE),
 }
 
 
@@ -53,8 +69,10 @@ def register_linear(kernels: Registry, layouts: LayoutRegistry) -> None:
             for tile in TILES[name]:
                 kernels.add(_kernel(kind, storage, tile, layouts))
     for name, storage in STORAGES.items():
-        for tile in TILES[name]:
+        for tile in GATED_TILES[name]:
             kernels.add(_gated(storage, tile, layouts))
+    for tile in ROUNDED_TILES:
+        kernels.add(_rounded(STORAGES["fp8"], tile, layouts))
 
 
 def _fits(
@@ -69,7 +87,10 @@ def _fits(
     asked = fits(made, packings, layouts)
 
     def check(query: Query) -> str | None:
-        op = sample_product(query.dtype(0), query.tensor(1), halves)
+        given, weight = query.dtype(0), query.tensor(1)
+        if query.kind == ROUNDED_KIND:
+            return asked.check(Query(sample_gated(given, weight, rounded=True), query.device, {}))
+        op = sample_product(given, weight, halves)
         return asked.check(Query(op, query.device, {}))
 
     return Constraint(asked.text, check)
@@ -83,38 +104,62 @@ def sample_product(x: DType, weight: TensorType, halves: int = 1) -> Op:
         weight: type of the weight.
         halves: columns of the product for each one of the result.
     """
-    made = tensor(x, SIZE, SIZE)
+    given = tensor(x, SIZE, SIZE)
     wide = replace(weight, shape=(dim(halves * SIZE), dim(SIZE)))
-    return Op("linear", (Value("%x", made), Value("@w", wide)), (Value("%y", made),))
+    made = tensor(BF16 if isinstance(x, Block) else x, SIZE, SIZE)
+    return Op("linear", (Value("%x", given), Value("@w", wide)), (Value("%y", made),))
+
+
+def sample_gated(x: DType, weight: TensorType, *, rounded: bool) -> Op:
+    """A gated product of activations of a type and a weight of a type, rounded to codes or not."""
+    product = sample_product(x, weight, 2)
+    wide = product.result
+    ops = [product, Op("silu_mul_halves", (wide,), (Value("%g", wide.type),))]
+    if rounded:
+        made = Value("%q", wide.tensor.with_dtype(FP8_GROUP))
+        ops.append(Op("quantize", ops[-1].results, (made,), attrs_of({"format": str(FP8_GROUP)})))
+    kind, outputs = ROUNDED_KIND if rounded else GATED_KIND, ops[-1].results
+    body = Graph(kind, product.operands, ops=tuple(ops), outputs=outputs)
+    return Op("fused", product.operands, outputs, attrs_of({"kind": kind}), body)
 
 
 def _kernel(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
     made = linear.launches(storage, tile)
-    return _record(kind, storage, tile, made, linear.follows(), layouts)
+    return _record(kind, storage, tile, made, (linear.follows(),), layouts)
 
 
 def _gated(storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
     made = gated.launches(storage, tile)
-    return _record(GATED_KIND, storage, tile, made, gated.GATED, layouts, halves=2)
+    return _record(GATED_KIND, storage, tile, made, (gated.GATED,), layouts, halves=2)
+
+
+def _rounded(storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
+    made = gated.launches(storage, tile)
+    body = (gated.ROUNDED, gated.whole_groups(tile), feature("fp8_mma"))
+    return _record(ROUNDED_KIND, storage, tile, made, body, layouts, halves=2)
 
 
 def _record(
     kind: str, storage: Storage, tile: Tile, made: Callable[[TorchCall], Sequence[Launch]],
-    body: Constraint, layouts: LayoutRegistry, halves: int = 1,
+    body: tuple[Constraint, ...], layouts: LayoutRegistry, halves: int = 1,
 ) -> Kernel:  # fmt: skip
     packings = {1: storage.layout} if storage.layout else {}
     is_weight = () if storage.name == "plain" else (weight_operand(1),)
-    efficiency = _EFFICIENCY["plain" if storage.name == "plain" else "coded", tile.name]
+    group = storage.name if storage.name in ("plain", "fp8") else "coded"
+    units: tuple[Constraint, ...] = ()
+    if storage.is_rounded:
+        units = (feature("fp8_mma"), linear.takes_rows(tile))
+    efficiency = _EFFICIENCY[group, tile.name]
     return Kernel(
         f"triton.{kind}_{storage.name}_{tile.name}",
         kind,
         "triton",
-        requires=(*HERE, linear.stored_as(storage, tile), *is_weight, dense(0, 1), body),
+        requires=(*HERE, *units, linear.stored_as(storage, tile), *is_weight, dense(0, 1), *body),
         layouts=packings,
         efficiency=efficiency,
         # Codes of floats are exact in 16 bits; integers are scaled and rounded to them. Halves that
         # are multiplied add up what they are off by, and what the rounding of either turns it into.
-        error=(2 * halves - 1) * BF16_STEP if storage.name.startswith("int") else 0.0,
+        error=(2 * halves - 1) * _ERRORS.get(storage.name, 0.0),
         effort=tile.effort(efficiency.compute, halves),
         fits=_fits(made, packings, layouts, halves),
         binder=TritonBinder(made),

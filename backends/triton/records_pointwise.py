@@ -20,6 +20,11 @@ GROUPS = (
     "add_rms_norm", "add_layer_norm", "gather_rms_norm", "gelu_mul_halves", "rope_kv_write",
     "qk_norm_rope_kv_write", "route_experts", "pointwise",
 )  # fmt: skip
+# The same, and the op: they round to fp8 codes, which cards convert to that multiply them.
+ROUNDING = (
+    "quantize", "rms_norm_quantize", "add_rms_norm_quantize", "silu_mul_quantize",
+    "silu_mul_halves_quantize",
+)  # fmt: skip
 # Made of nothing but numbers: a launch for them is never worth it on its own.
 _NOT_ALONE = ("full", "iota")
 _STREAM = Efficiency(0.8, 0.5, "f32", "assumed: a stream of one read and one write")
@@ -31,13 +36,14 @@ def register_pointwise(kernels: Registry) -> None:
     They are not asked to fit a card before they are chosen: sums over rows take some hundred bytes
     of shared memory, whatever the group. `make kernels-check` compiles those of whole plans.
     """
-    for op in (*sorted({*ELEMENTWISE, *HANDLERS} - {*_NOT_ALONE}), "kv_write", *GROUPS):
+    for op in (*sorted({*ELEMENTWISE, *HANDLERS} - {*_NOT_ALONE}), "kv_write", *GROUPS, *ROUNDING):
+        units = (feature("fp8_mma"),) if op in ROUNDING else ()
         kernels.add(
             Kernel(
                 f"triton.{op}",
                 op,
                 "triton",
-                requires=(*HERE, pointwise.emittable()),
+                requires=(*HERE, *units, pointwise.emittable()),
                 efficiency=_STREAM,
                 binder=TritonBinder(pointwise.launches),
             )

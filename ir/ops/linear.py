@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 
 from metainfer.ir.dims import Dim, dim
-from metainfer.ir.dtypes import Scalar
+from metainfer.ir.dtypes import Block, Scalar
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr
 from metainfer.ir.ops import shard_rules
@@ -16,6 +16,7 @@ from metainfer.ir.ops.infer import (
     floats_only,
     ints_of,
     numbers_only,
+    scalar_of,
     tensor_of,
 )
 from metainfer.ir.ops.record import Array, Attrs, Sizes, op
@@ -26,19 +27,44 @@ def _infer_linear(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x, weight = floats_of(types[0], "linear"), floats_of(types[1], "linear")
     if x.rank < 1 or weight.rank != 2:
         raise TypeMismatch(f"linear of {x} by {weight}")
+    made = _product_dtype(x, weight, str(attrs["dtype"]))
     if x.shape[-1] != weight.shape[1]:
         hint = " (it is stored [out, in])" if x.shape[-1] == weight.shape[0] else ""
         raise TypeMismatch(f"linear: inner sizes differ, {x.shape[-1]} and {weight.shape[1]}{hint}")
     # A weight kept in a narrower float is a format choice, as block formats are.
-    if isinstance(weight.dtype, Scalar) and weight.dtype != x.dtype:
-        if weight.dtype.bits >= x.dtype.bits:
+    if isinstance(weight.dtype, Scalar) and weight.dtype != made:
+        if weight.dtype.bits >= made.bits:
             raise TypeMismatch(
-                f"linear: {x.dtype} by {weight.dtype}, which is no narrower",
+                f"linear: {made} by {weight.dtype}, which is no narrower",
                 advice="insert a cast",
             )
     if len(types) > 2 and floats_of(types[2], "linear").shape != (weight.shape[0],):
         raise TypeMismatch(f"linear: bias {types[2]} for {weight.shape[0]} outputs")
-    return (x.with_shape((*x.shape[:-1], weight.shape[0])),)
+    return (TensorType((*x.shape[:-1], weight.shape[0]), made, x.sharding),)
+
+
+def _product_dtype(x: TensorType, weight: TensorType, asked: str) -> Scalar:
+    """Element type of a product: that of its activations, or what quantized ones are asked for."""
+    if isinstance(x.dtype, Scalar):
+        if asked:
+            raise TypeMismatch(
+                f"linear of {x.dtype} to {asked}", advice="only products of block formats name one"
+            )
+        return x.dtype
+    if len(x.dtype.block) != 1:
+        raise TypeMismatch(
+            f"linear of {x}: its blocks span rows", advice="quantize rows, or parts of them"
+        )
+    if not isinstance(weight.dtype, Block):
+        raise TypeMismatch(
+            f"linear of {x.dtype} by {weight.dtype}", advice="dequantize the activations"
+        )
+    if not asked:
+        raise TypeMismatch(f"linear of {x.dtype}", advice='name the result\'s type: dtype = "bf16"')
+    made = scalar_of(asked)
+    if not made.is_float:
+        raise TypeMismatch(f"linear to {made}: wanted floating point")
+    return made
 
 
 def _linear_flops(sizes: Sizes) -> int:
@@ -46,8 +72,11 @@ def _linear_flops(sizes: Sizes) -> int:
 
 
 @op("linear", infer=_infer_linear, flops=_linear_flops, shard=shard_rules.linear)
-def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+def linear(x: Array, weight: Array, bias: Array | None = None, *, dtype: str = "") -> Array:
     """Multiply by a weight stored [out, in] and add a bias. Accumulates in float32.
+
+    Activations may be of a block format (`quantize`) where the weight is of one, too: their exact
+    values are multiplied, and ``dtype`` is the type of the result, which plain ones have already.
 
     Shapes: x [..., K], weight [N, K], bias [N] -> [..., N].
     """

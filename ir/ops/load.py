@@ -1,4 +1,7 @@
-"""Ops of load graphs: from a checkpoint's tensors to the weights that kernels want."""
+"""Ops of load graphs: from a checkpoint's tensors to the weights that kernels want.
+
+`quantize` rounds activations in a step, too.
+"""
 
 from collections.abc import Sequence
 from typing import cast
@@ -10,7 +13,7 @@ from metainfer.ir.dtypes import Block, BlockArray, parse_dtype
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.ops import shard_rules
 from metainfer.ir.ops.infer import axis_of, floats_of, integers_of, scalar_of, tensor_of
-from metainfer.ir.ops.record import RAW, Array, Attrs, op
+from metainfer.ir.ops.record import RAW, Array, Attrs, Sizes, op
 from metainfer.ir.refine import check_refines, refine
 from metainfer.ir.types import TensorType, Type
 
@@ -20,13 +23,25 @@ def _infer_quantize(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     format_ = parse_dtype(str(attrs["format"]))
     if not isinstance(format_, Block):
         raise TypeMismatch(f"quantize to {format_}: wanted a block format", advice="use cast")
-    format_.scale_shape(tuple(n.static for n in x.shape))
+    # Sizes vary from step to step in leading dims only: those that blocks lie along are numbers.
+    format_.scale_shape(tuple(n.static for n in x.shape[-len(format_.block) :]))
     return (x.with_dtype(format_),)
 
 
-@op("quantize", infer=_infer_quantize, shard=shard_rules.quantize, traits=[RAW])
+def _quantize_flops(sizes: Sizes) -> int:
+    # The largest magnitude, the quotient, its rounding.
+    return 3 * sizes.num_results()
+
+
+@op(
+    "quantize",
+    infer=_infer_quantize,
+    flops=_quantize_flops,
+    shard=shard_rules.quantize,
+    traits=[RAW],
+)
 def quantize(x: Array | BlockArray, *, format: str) -> BlockArray:
-    """Round to a block format (`ir.dtypes.quantize`)."""
+    """Round to a block format (`ir.dtypes.quantize`): weights as they load, or activations."""
     values = x.dequantize() if isinstance(x, BlockArray) else x
     return dtypes.quantize(values, cast(Block, parse_dtype(format)))
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_passes import RANKS, Case, run_on_ranks
-from torch_samples import assert_close, scalar
+from torch_samples import assert_close
 from triton_groups import as_op
 from triton_worker import check_compiles
 
 from metainfer.backends.ranks.algorithms import LIBRARY_ERROR
-from metainfer.backends.ranks.fused import KIND, SCATTERED, local_op
+from metainfer.backends.ranks.fused import KIND, ROUNDED, SCATTERED, local_op
 from metainfer.backends.registry import installed
 from metainfer.backends.torch.check import run_reference
 from metainfer.ir.errors import Unsupported
@@ -20,34 +20,32 @@ from metainfer.ir.ops.collective import exchange
 from metainfer.ir.parser import parse_graph
 
 RNG = np.random.default_rng(11)
-KERNELS = [k.name for k in installed().kernels.all() if k.op in (KIND, SCATTERED)]
-SHARED = "a gated expert of all tokens"
+KERNELS = [k.name for k in installed().kernels.all() if k.op in (KIND, ROUNDED, SCATTERED)]
 MIXTURES = (("bf16", "bf16"), ("bf16", "f32"), ("f32", "bf16"), ("f16", "f32"), ("f32", "f32"))
 
 
 def group(stream: str, weight: str, ranks: int = RANKS, shift: str = "", kind: str = KIND) -> Op:
-    norm, shifted, total, shared, inputs = "%w", "", "%0", "", ""
-    if shift == SHARED:
-        total, inputs = "%7", f"%s: {stream}[T,40], %g: {stream}[T,1], "
-        shared = f"""%5 = sigmoid(%g) : {stream}[T,1]
-      %6 = mul(%5, %s) : {stream}[T,40]
-      %7 = add(%0, %6) : {stream}[T,40]"""
-    elif shift:
+    norm, shifted = "%w", ""
+    if shift:
         norm = "%9"
         shifted = f"""%8 = full() {{dtype = "{weight}", shape = (), value = 1.0}} : {weight}[]
       %9 = add(%w, %8) : {weight}[40]"""
     scattered = kind == SCATTERED
     name, dim = ("reduce_scatter", "dim = 0, ") if scattered else ("all_reduce", "")
     rows = f"{ranks}*T" if scattered else "T"
+    last, rounded = "%2", ""
+    if kind == ROUNDED:
+        last, format_ = "%3", "f8e4m3/8:f32"
+        rounded = f"""%3 = quantize(%2) {{format = "{format_}"}} : {format_}[T,40]"""
     graph = parse_graph(f"""graph g(
-      %p: {stream}[{rows},40], {inputs}%r: {stream}[T,40], %w: {weight}[40]
+      %p: {stream}[{rows},40], %r: {stream}[T,40], %w: {weight}[40]
     ) {{
       %0 = {name}(%p) {{axis = "tp", {dim}ranks = {ranks}}} : {stream}[T,40]
-      {shared}
-      %1 = add({total}, %r) : {stream}[T,40]
+      %1 = add(%0, %r) : {stream}[T,40]
       {shifted}
       %2 = rms_norm(%1, {norm}) {{eps = 1e-6}} : {stream}[T,40]
-      return %1, %2
+      {rounded}
+      return %1, {last}
     }}""")
     op = as_op(graph, kind)
     attrs = {"kind": kind, "axis": "tp", "ranks": ranks, "eps": 1e-6}
@@ -81,7 +79,7 @@ def test_every_algorithm_computes_the_body(tmp_path: Path) -> None:
     cases: list[Case] = []
     for name in KERNELS:
         for stream, weight in MIXTURES:
-            for shift in ("", "w + 1", SHARED):
+            for shift in ("", "w + 1"):
                 op = group(stream, weight, shift=shift, kind=kind_of(name))
                 for tokens in (1, 5):
                     cases.append((name, op, data_of(op, tokens), {"T": tokens}))
@@ -92,7 +90,7 @@ def test_every_algorithm_computes_the_body(tmp_path: Path) -> None:
         for rank in range(RANKS):
             pairs = zip(found[rank][number], wanted[rank], op.results, strict=True)
             for got, want, value in pairs:
-                assert_close(got, want, scalar(value.tensor.dtype.name), error)
+                assert_close(got, want, value.tensor.dtype, error)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -28,6 +28,7 @@ from torch_samples import (
 from metainfer.backends.kernel import Kernel
 from metainfer.backends.torch.check import make_op, run_kernel, run_reference
 from metainfer.backends.torch.plain import LOAD_OPS, PLAIN, VIEWS
+from metainfer.ir.errors import Unsupported
 from metainfer.ir.interpret import Data
 from metainfer.ir.ops import OPS
 from metainfer.ir.ops.collective import OWN
@@ -75,6 +76,25 @@ def test_linear_and_embedding_of_formats(format: str, float_type: str) -> None:
     attrs = {"dtype": float_type}
     table: Case = ("embedding", [ints(2, 3, low=-1, high=40), weight(format, 40, 144)], attrs)
     check(plain("embedding"), *build(table, float_type))
+
+
+@pytest.mark.parametrize("format", ["i8/32:f16", "f8e4m3/32:f32", "u4/32:f16+f16"])
+def test_rounding_to_formats_that_no_pass_takes(format: str) -> None:
+    op, data = build(("quantize", [floats(3, 48)], {"format": format}))
+    if format.startswith("u4"):
+        with pytest.raises(Unsupported, match="activations of"):
+            check(plain("quantize"), op, data)
+    else:
+        check(plain("quantize"), op, data)
+
+
+@pytest.mark.parametrize("float_type", ["f32", "bf16"])
+@pytest.mark.parametrize("rounded", ["f8e4m3/16:f32", "f8e4m3/row:f32"])
+def test_products_of_codes_by_codes(rounded: str, float_type: str) -> None:
+    specs = [weight(rounded, 2, 3, 144), weight("f8e4m3/16x16:f32", 40, 144), floats(40)]
+    op, data = build(("linear", specs, {"dtype": float_type}), float_type)
+    assert op.result.tensor.dtype == scalar(float_type)
+    check(plain("linear"), op, data)
 
 
 @pytest.mark.parametrize("format", FORMATS)

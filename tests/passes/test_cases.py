@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pass_oracle import PASSES, assert_same_numbers, parse_any, print_any, target_for
+from pass_oracle import PASSES, ROUNDING, assert_same_numbers, parse_any, print_any, target_for
 
 from metainfer.compiler.by_hand import CASE_LINE, Case, read_case
 from metainfer.ir.graph import Module
@@ -48,4 +48,5 @@ def test_case(path: Path, update_golden: bool) -> None:
         case = read_case(path.read_text())
     assert text == case.after
     assert parse_any(text) == after
-    assert_same_numbers(before, after)
+    rounding = max(ROUNDING.get(name, 0.0) for name in case.header["pass"].split(","))
+    assert_same_numbers(before, after, rounding=rounding)

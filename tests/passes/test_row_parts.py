@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pass_oracle import parse_any
+from pass_oracle import assert_same_numbers, parse_any
 from ranks import ManyRanks, OneRank, as_ranks, rank_target
 
 from metainfer.ir.dims import dim
@@ -193,3 +193,28 @@ def test_tables_of_kernels_are_cut_with_the_rows() -> None:
     tables = [op.choices for op in made if op.name == "linear" and op.choices]
     # 16 rows are in the second part from 32 on, 32 rows from 64 on.
     assert tables == [(Choice("a", "T", 63), Choice("c"))] * 2
+
+
+ROUNDED = """
+graph f(%x: f32[T,128], @up: f8e4m3/128x128:f32[128,128]) {
+  %0 = silu(%x) : f32[T,128]
+  %1 = quantize(%0) {format = "f8e4m3/128:f32"} : f8e4m3/128:f32[T,128]
+  %2 = linear(%1, @up) {dtype = "f32"} : f32[T,128]
+  return %2
+}
+"""
+
+
+def test_codes_do_not_cross_the_border_of_a_region() -> None:
+    """Codes and scales lie apart, so a cut runs before the rounding or after the product."""
+    graph = parse_any(ROUNDED).main
+    parts = Parts("T", 2, 4)
+    assert row_ops(graph, "T") == {0, 1, 2}
+    assert split(graph, {0, 1}, parts, copied=False) is None
+    assert split(graph, {2}, parts, copied=False) is None
+    cut = split(graph, {1, 2}, parts, copied=False)
+    assert cut is not None
+    module = parse_any(ROUNDED)
+    after = module.with_graph(replace(graph, ops=cut))
+    verify_module(after)
+    assert_same_numbers(module, after)

@@ -13,7 +13,7 @@ from metainfer.backends.triton.emit.body import Body
 from metainfer.backends.triton.emit.formulas import scalar
 from metainfer.backends.triton.emit.rows import HANDLERS
 from metainfer.backends.triton.emit.tiles import Space, Store
-from metainfer.ir.dtypes import Block
+from metainfer.ir.dtypes import F8E4M3, Block
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op, Value
 from metainfer.ir.printer import print_type
@@ -32,7 +32,8 @@ class Parameter:
     Attributes:
         name: in the function.
         kind: "operand", "field" (of a state), "part" (of a block format: codes, scales, offsets),
-            "output", "cos", "sin", "rows", "size" or "stride".
+            "output", "made" (part of an output of a block format), "cos", "sin", "rows", "size" or
+            "stride".
         number: which operand, output, table or space.
         detail: the field, part, size or dim.
     """
@@ -120,6 +121,10 @@ def _stores(graph: Graph) -> list[Store]:
         if value.is_state:
             stores += _state_stores(graph, value, producers)
             continue
+        if isinstance(value.tensor.dtype, Block):
+            stores.append(_rounding_store(value, producers, outputs))
+            outputs += 1
+            continue
         made = value
         # A dense view of a result is the same memory.
         while made.name in producers and producers[made.name].name == "reshape":
@@ -129,6 +134,16 @@ def _stores(graph: Graph) -> list[Store]:
         stores.append(Store(made, f"y{outputs}", scalar(value.tensor.dtype)))
         outputs += 1
     return stores
+
+
+def _rounding_store(value: Value, producers: dict[str, Op], number: int) -> Store:
+    op = producers.get(value.name)
+    if op is None or op.name != "quantize":
+        raise Unsupported(
+            f"the emitter makes block formats by quantize, {value.name} is made otherwise",
+            advice="the group is split, or another kernel takes it",
+        )
+    return Store(op.operands[0], f"y{number}", F8E4M3, rounding=op)
 
 
 def _state_stores(graph: Graph, value: Value, producers: dict[str, Op]) -> list[Store]:
@@ -160,7 +175,11 @@ def parameters_of(graph: Graph, body: Body) -> list[Parameter]:
         else:
             made.append(Parameter(f"x{number}", "operand", number))
     outputs = [v for v in graph.outputs if not v.is_state]
-    made += [Parameter(f"y{i}", "output", i) for i in range(len(outputs))]
+    for number, value in enumerate(outputs):
+        if isinstance(value.tensor.dtype, Block):
+            made += [Parameter(f"y{number}_{p}", "made", number, p) for p in ("codes", "scales")]
+        else:
+            made.append(Parameter(f"y{number}", "output", number))
     for number in range(len(body.arguments.tables)):
         made += [Parameter(f"{kind}{number}", kind, number) for kind in ("cos", "sin")]
     made += [Parameter(f"rows{s.number}", "rows", s.number) for s in body.spaces]
@@ -196,8 +215,9 @@ def _text(name: str, graph: Graph, parameters: tuple[Parameter, ...], lines: lis
         listed = "".join(f"    {p.name},\n" for p in parameters)
         signature = f"def {name}(\n{listed}):"
     imports = ["import triton", "import triton.language as tl"]
-    if any("functions." in line for line in lines):
-        imports += ["", "from metainfer.backends.triton.templates import functions"]
+    used = [n for n in ("functions", "rounding") if any(f"{n}." in line for line in lines)]
+    if used:
+        imports += ["", f"from metainfer.backends.triton.templates import {', '.join(used)}"]
     comments = [
         f"# {p.name}: {_described(p, graph)}" for p in parameters if p.kind in ("operand", "output")
     ]

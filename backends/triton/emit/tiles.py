@@ -4,11 +4,13 @@ from dataclasses import dataclass, field
 
 from metainfer.backends.triton.emit.index import ROW
 from metainfer.ir.dims import Dim
-from metainfer.ir.dtypes import Scalar
+from metainfer.ir.dtypes import F8E4M3, F32, Block, Scalar
+from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Attr, Op, Value
 from metainfer.ir.ops.record import REDUCTION, op_def
 from metainfer.ir.views import VIEW_OPS
 
+LARGEST_GROUP = 1024  # numbers of a row that share a scale
 _WHOLE_ROWS = ("rms_norm", "layer_norm", "softmax", "argmax", "topk")
 
 
@@ -53,12 +55,14 @@ class Store:
         target: pointer argument.
         dtype: element type in memory.
         slots: for a paged state: the value that holds each token's slot.
+        rounding: the quantize by which codes and scales of the value are stored instead.
     """
 
     value: Value
     target: str
     dtype: Scalar
     slots: Value | None = None
+    rounding: Op | None = None
 
 
 @dataclass
@@ -95,6 +99,22 @@ def rotary(op: Op) -> tuple[dict[str, Attr], int]:
     width = attrs["width"]
     assert isinstance(width, int)
     return attrs, width or op.operands[0].tensor.shape[-1].static
+
+
+def group_of(rounding: Op) -> int:
+    """Numbers of a row that share a scale after a quantize, 0 for a whole row.
+
+    Raises: Unsupported for other formats than e4m3 codes with f32 scales of rows, or of parts of
+        them that a tile holds whole.
+    """
+    format_, width = rounding.result.tensor.dtype, rounding.result.tensor.shape[-1].static
+    group = format_.block[-1] if isinstance(format_, Block) else 0
+    if format_ == Block(F8E4M3, (group,), F32):
+        if group == 0 or group >= width:
+            return 0
+        if width % group == 0 and power_of_two(group) == group <= LARGEST_GROUP:
+            return group
+    raise Unsupported(f"rounding of rows of {width} to {format_}", advice="another kernel takes it")
 
 
 def power_of_two(size: int) -> int:

@@ -3,19 +3,21 @@
 import triton
 import triton.language as tl
 
+from metainfer.backends.triton.templates import rows as activations
+
 
 # One form for all numbers of rows: they vary from step to step.
 @triton.jit(do_not_specialize=["rows"])
 def gemm(
     x, y, weight, operands, rows, columns, inner,
-    step: tl.constexpr, epilogue: tl.constexpr, FORMAT: tl.constexpr,
+    step: tl.constexpr, epilogue: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of y a program.
 
-    x [M, K], y [M, N]; weight: pointers for ``step``; operands: what ``epilogue`` reads beside the
-    float32 tile. Programs go down BAND tiles of rows before they go to the next columns, so that
-    both operands stay in the last cache.
+    x [M, K]: pointers and GROUP as in `rows`; y [M, N]; weight: pointers for ``step``; operands:
+    what ``epilogue`` reads beside the float32 tile. Programs go down BAND tiles of rows before they
+    go to the next columns, so that both operands stay in the last cache.
     """
     tiles_m, tiles_n = tl.cdiv(rows, BM), tl.cdiv(columns, BN)
     program = tl.program_id(0)
@@ -27,9 +29,10 @@ def gemm(
     row = m_M[:, None].to(tl.int64)
     acc = tl.zeros((BM, BN), tl.float32)
     for first in range(0, inner, BK):
-        k_K = first + tl.arange(0, BK)[None, :]
-        x_MK = tl.load(x + row * inner + k_K, mask=(row < rows) & (k_K < inner), other=0.0)
-        acc = step(acc, x_MK, weight, n_N, first, columns, inner, BK, FORMAT)
+        acc = activations.accumulate(
+            acc, x, row, rows, weight, n_N, first, columns, inner, step, BK, FORMAT, GROUP
+        )
+    acc = activations.finish(acc, x, row, rows, GROUP)
     column = n_N[None, :]
     row_in, column_in = row < rows, column < columns
     made = epilogue(acc, operands, row, column, row_in, column_in)

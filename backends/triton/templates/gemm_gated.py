@@ -1,22 +1,28 @@
-"""y = silu(x @ gate.T) * (x @ up.T), gate and up the halves of one weight's rows."""
+"""y = silu(x @ gate.T) * (x @ up.T), gate and up the halves of one weight's rows.
+
+The result is stored as plain numbers, or rounded to fp8 codes while it is in registers.
+"""
 
 import triton
 import triton.language as tl
 
-from metainfer.backends.triton.templates import functions
+from metainfer.backends.triton.templates import functions, rounding
+from metainfer.backends.triton.templates import rows as activations
 
 
 # One form for all numbers of rows: they vary from step to step.
 @triton.jit(do_not_specialize=["rows"])
 def gemm_gated(
     x, y, weight, rows, columns, inner,
-    step: tl.constexpr, FORMAT: tl.constexpr,
+    step: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, KEPT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN / 2] of y a program, of a product [BM, BN].
 
-    x [M, K], y [M, N], weight of 2 N rows: pointers for ``step``. Gate and up lie side by side
-    column by column, so that a thread holds both numbers of a pair when it multiplies them.
+    x [M, K]: pointers and GROUP as in `rows`; y: a pointer to numbers [M, N], or to codes of them
+    and to scales, one for the BN / 2 numbers of a row of the tile; weight of 2 N rows: pointers for
+    ``step``; KEPT: type that product and result are rounded to. Gate and up lie side by side column
+    by column, so that a thread holds both numbers of a pair when it multiplies them.
     Programs go down BAND tiles of rows before they go to the next columns, as those of `gemm`.
     """
     tiles_m, tiles_n = tl.cdiv(rows, BM), tl.cdiv(2 * columns, BN)
@@ -32,12 +38,18 @@ def gemm_gated(
     row = m_M[:, None].to(tl.int64)
     acc = tl.zeros((BM, BN), tl.float32)
     for first in range(0, inner, BK):
-        k_K = first + tl.arange(0, BK)[None, :]
-        x_MK = tl.load(x + row * inner + k_K, mask=(row < rows) & (k_K < inner), other=0.0)
-        acc = step(acc, x_MK, weight, n_N, first, 2 * columns, inner, BK, FORMAT)
+        acc = activations.accumulate(
+            acc, x, row, rows, weight, n_N, first, 2 * columns, inner, step, BK, FORMAT, GROUP
+        )
+    acc = activations.finish(acc, x, row, rows, GROUP)
     gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
     # The product's own rounding, as where it is stored.
-    kept = y.dtype.element_ty
-    made = functions.silu(gate.to(kept).to(tl.float32)) * up.to(kept).to(tl.float32)
+    gate, up = gate.to(KEPT).to(tl.float32), up.to(KEPT).to(tl.float32)
+    made = (functions.silu(gate) * up).to(KEPT)
     column = first_column + tl.arange(0, BN // 2)[None, :]
-    tl.store(y + row * columns + column, made.to(kept), mask=(row < rows) & (column < columns))
+    mask = (row < rows) & (column < columns)
+    if len(y) == 2:
+        made, scale = rounding.round_rows(tl.where(mask, made.to(tl.float32), 0.0))
+        place = row * tl.cdiv(columns, BN // 2) + first_column // (BN // 2)
+        tl.store(y[1] + place, scale, mask=row < rows)
+    tl.store(y[0] + row * columns + column, made, mask=mask)

@@ -1,0 +1,146 @@
+"""quantize_activations: products of fp8 weights read activations of fp8 codes, on request.
+
+One rounding serves all products that read a value. What stays between the products (the residual
+stream, norms, attention) keeps its type; `fuse` then joins the rounding to what makes the value.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from metainfer.ir.dtypes import F8E4M3, FP8_GROUP, FP8_ROW, Block, Scalar
+from metainfer.ir.format_error import relative_rms
+from metainfer.ir.graph import Graph, Module, Op, Value, attrs_of
+from metainfer.ir.naming import canonical_names
+from metainfer.passes.target import Decision, Target
+
+NAME = "quantize_activations"
+FEATURE = "fp8_mma"
+# Numbers along K that a scale of the weight must cover: what a step of a product takes at least.
+_STEP = 64
+_ASKED = "--activations fp8"
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """A value to be rounded, and the products that read it then."""
+
+    value: Value
+    format: Block
+    readers: tuple[Op, ...]
+
+
+def quantize_activations(module: Module, target: Target) -> Module:
+    """Round what products of fp8 weights read to fp8 codes, a scale for each 128 numbers of a row.
+
+    Rows that are no whole blocks take one scale each. Needs matrix units for fp8 operands: without
+    them nothing changes, and the report says so.
+
+    Before::
+
+        graph f(%x: bf16[T,256], @w: f8e4m3/128x128:f32[128,256]) {
+          %0 = linear(%x, @w) : bf16[T,128]
+          return %0
+        }
+
+    After::
+
+        graph f(%x: bf16[T,256], @w: f8e4m3/128x128:f32[128,256]) {
+          %0 = quantize(%x) {format = "f8e4m3/128:f32"} : f8e4m3/128:f32[T,256]
+          %1 = linear(%0, @w) {dtype = "bf16"} : bf16[T,128]
+          return %1
+        }
+    """
+    if not target.strategy.fp8_activations:
+        return module
+    if not target.device.has(FEATURE):
+        reason = f"{_ASKED}, but {target.device.name} lacks {FEATURE}: codes would be widened again"
+        target.report.add(Decision(NAME, "all products", "not rounded", reason, "fallback"))
+        return module
+    for graph in module.graphs:
+        roundings = _roundings(graph, target)
+        if roundings:
+            module = module.with_graph(canonical_names(_rewritten(graph, roundings)))
+    return module
+
+
+def _roundings(graph: Graph, target: Target) -> list[_Rounding]:
+    """Values to round, in the order in which they are first read."""
+    readers: dict[str, list[Op]] = {}
+    values: dict[str, Value] = {}
+    for op in graph.ops:
+        if op.name not in ("linear", "experts"):
+            continue
+        refusal = _refusal(op)
+        if refusal:
+            weight = op.operands[1 if op.name == "linear" else 3]
+            subject = f"{op.name} by {weight.name} of {graph.name}"
+            reason = f"{_ASKED}, but {refusal}"
+            target.report.add(Decision(NAME, subject, "not rounded", reason))
+            continue
+        value = op.operands[0]
+        values[value.name] = value
+        readers.setdefault(value.name, []).append(op)
+    found = [_Rounding(v, _format(v), tuple(readers[v.name])) for v in values.values()]
+    for rounding in found:
+        _report(graph, rounding, target)
+    return found
+
+
+def _refusal(op: Op) -> str:
+    """Why a product reads its activations as they are, "" if it need not."""
+    if op.name == "experts":
+        return "kernels of experts take plain activations"
+    x, weight = op.operands[0].tensor, op.operands[1].tensor
+    if not isinstance(x.dtype, Scalar):
+        return f"they are {x.dtype} already"
+    format_ = weight.dtype
+    if not isinstance(format_, Block) or format_.element != F8E4M3:
+        return f"the weight is {format_}"
+    if not op.operands[1].is_weight or len(format_.block) > 2:
+        return "the second operand is no plain weight"
+    wide = format_.extents(2)[1]
+    if wide % _STEP:
+        return f"scales of {wide} numbers each are shorter than a step of {_STEP}"
+    return ""
+
+
+def _format(value: Value) -> Block:
+    return FP8_ROW if value.tensor.shape[-1].static % FP8_GROUP.block[0] else FP8_GROUP
+
+
+def _report(graph: Graph, rounding: _Rounding, target: Target) -> None:
+    error, count = relative_rms(rounding.format), len(rounding.readers)
+    weights = " ".join(op.operands[1].name for op in rounding.readers)
+    reason = (
+        f"{_ASKED}: a relative error of {error:.4f} is to be expected of each number; "
+        f"rounded once for {weights}"
+    )
+    data = (("relative_rms", error), ("products", count))
+    subject = f"{rounding.value.name} of {graph.name}"
+    target.report.add(Decision(NAME, subject, str(rounding.format), reason, data=data))
+
+
+def _rewritten(graph: Graph, roundings: Sequence[_Rounding]) -> Graph:
+    """The graph with each value rounded before its first product, canonical names left to do."""
+    rounded = {
+        r.value.name: Value(
+            f"%{r.value.name[1:]}:rounded", r.value.tensor.with_dtype(r.format)
+        )
+        for r in roundings
+    }  # fmt: skip
+    formats = {r.value.name: str(r.format) for r in roundings}
+    reading = {op.result.name for r in roundings for op in r.readers}
+    begun: set[str] = set()
+    ops: list[Op] = []
+    for op in graph.ops:
+        if op.results and op.results[0].name in reading:
+            source = op.operands[0]
+            if source.name not in begun:
+                begun.add(source.name)
+                attrs = attrs_of({"format": formats[source.name]})
+                made = (rounded[source.name],)
+                ops.append(Op("quantize", (source,), made, attrs, source=op.source))
+            asked = attrs_of({**op.attr, "dtype": str(source.tensor.dtype)})
+            op = replace(op, operands=(rounded[source.name], *op.operands[1:]), attrs=asked)
+        ops.append(op)
+    return replace(graph, ops=tuple(ops))

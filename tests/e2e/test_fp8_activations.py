@@ -1,0 +1,94 @@
+"""fp8 activations through the whole path: tokens of the kernels are those of the interpreter."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lm_steps import run_chunked
+
+import metainfer
+from metainfer.compiler.interpreted import tiny_error
+from metainfer.hardware import load_machine
+from metainfer.hardware.machine import Machine
+from metainfer.ir.errors import StrictError
+from metainfer.ir.options import Options
+from metainfer.ir.plan import Plan
+from metainfer.models.decoder import Decoder, decoder_spec
+from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.spec import ModelSpec
+from metainfer.runtime.load import load
+
+# Whole groups of 128 numbers in the residual, two of them in the MLP.
+CONFIG = DecoderConfig(
+    hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocab=96,
+    max_positions=64,
+)  # fmt: skip
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+FP8 = Options(weights="fp8", activations="fp8", max_context=64)
+
+
+def spec_of(config: DecoderConfig = CONFIG) -> ModelSpec:
+    """A model that is its own tiny form."""
+    spec = decoder_spec("small", config)
+    return replace(spec, tiny=lambda: spec)
+
+
+def with_units() -> Machine:
+    """A CPU that says of itself that it multiplies fp8: plain PyTorch computes it."""
+    machine = load_machine("cpu")
+    (place,) = machine.devices
+    kind = replace(place.device, features=place.device.features | {"fp8_mma"})
+    return replace(machine, devices=(replace(place, device=kind),))
+
+
+def formats_of(plan: Plan) -> set[str]:
+    module = plan.module("prefill")
+    ops = [op for graph in module.graphs for op in graph.ops]
+    return {str(op.attr["format"]) for op in ops if op.name == "quantize"}
+
+
+@pytest.mark.parametrize("hidden", [128, 96], ids=["groups", "rows"])
+def test_kernels_make_what_the_interpreter_makes(
+    hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAINFER_VERIFY", "2")
+    spec = spec_of(replace(CONFIG, hidden=hidden))
+    plan = metainfer.compile(spec, with_units(), options=FP8)
+    rows = {"f8e4m3/row:f32"} if hidden % 128 else set()
+    assert formats_of(plan) == {"f8e4m3/128:f32"} | rows
+    _, relative = tiny_error(plan, spec)
+    # A code that falls on its other side, after sums in another order, is all that may differ.
+    assert relative < 2e-2
+
+
+def test_greedy_tokens_are_nearly_those_of_plain_activations() -> None:
+    """Rounding shifts logits by a few hundredths of the largest, and by more than nothing."""
+    spec, machine = spec_of(), with_units()
+    weights = dict(Decoder(CONFIG).float().state_dict())
+    found = []
+    for options in (FP8, replace(FP8, activations="auto")):
+        plan = metainfer.compile(spec, machine, options=options)
+        model = load(plan, weights, allow_machine_mismatch=True)
+        found.append(run_chunked(model, TOKENS, 5))
+    rounded, plain = found
+    difference = np.abs(rounded - plain).max() / np.abs(plain).max()
+    assert 1e-4 < difference < 0.15
+
+
+def test_a_device_without_units_says_so(tmp_path: Path) -> None:
+    plan = metainfer.compile(spec_of(), "cpu", options=FP8)
+    assert formats_of(plan) == set()
+    decisions = plan.entry("prefill", 0)["decisions"]
+    (line,) = {d["reason"] for d in decisions if d["place"] == "quantize_activations"}
+    assert "lacks fp8_mma" in line
+    with pytest.raises(StrictError, match="1 request for fp8 activations"):
+        metainfer.compile(spec_of(), "cpu", options=replace(FP8, strict=True))
+
+
+@pytest.mark.parametrize("hw", ["1xh200", "8xpcie"])
+def test_cards_take_made_kernels_only(hw: str) -> None:
+    plan = metainfer.compile(spec_of(), hw, options=replace(FP8, strict=True, tp=1))
+    kernels = {c.kernel for g in plan.module("prefill").graphs for op in g.ops for c in op.choices}
+    assert any("_fp8_" in name for name in kernels)
+    assert {"triton.rms_norm_quantize", "triton.quantize"} & kernels
