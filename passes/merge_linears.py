@@ -1,6 +1,6 @@
 """Linears that read the same input become one linear, and slices of its result."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -82,9 +82,7 @@ def _candidates(graph: Graph, target: Target) -> list[tuple[Op, ...]]:
             by_input.setdefault(op.operands[0].name, []).append(op)
     uses = graph.uses()
     found = []
-    for members in by_input.values():
-        if len(members) < 2:
-            continue
+    for members in _apart(by_input.values(), uses):
         reason = _obstacle(graph, members, uses)
         if reason:
             names = " ".join(op.operands[1].name for op in members)
@@ -93,6 +91,23 @@ def _candidates(graph: Graph, target: Target) -> list[tuple[Op, ...]]:
             continue
         found.append(_in_order_of_reading(members, uses))
     return found
+
+
+def _apart(sets: Iterable[list[Op]], uses: dict[str, list[Op]]) -> Iterator[list[Op]]:
+    """Linears of one input that become one: those whose results one op reads, and the others.
+
+    A gate and its up stay a product that is their own, beside a router of the same tokens: what
+    follows takes it whole.
+    """
+    for members in sets:
+        by_reader: dict[str, list[Op]] = {}
+        for op in members:
+            readers = uses.get(op.result.name, [])
+            lone = readers[0].results[0].name if len(readers) == 1 and readers[0].results else ""
+            by_reader.setdefault(lone, []).append(op)
+        pairs = [found for lone, found in by_reader.items() if lone and len(found) > 1]
+        rest = [op for op in members if not any(op in pair for pair in pairs)]
+        yield from (found for found in (*pairs, rest) if len(found) > 1)
 
 
 def _in_order_of_reading(members: list[Op], uses: dict[str, list[Op]]) -> tuple[Op, ...]:

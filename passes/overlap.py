@@ -12,8 +12,9 @@
 A block alone is mostly one chain, in which nothing can run beside a collective. So the rows of a
 run of ops are cut into parts (`passes.row_parts`): from one product and its collective to all that
 follows attention, a micro-batch. Each form is scheduled by the cost model (`passes.list_schedule`);
-the shortest is taken where it gains enough, and said to be with its gain. Experts that are shared
-by all tokens may run beside the routed ones, on a third stream.
+the shortest is taken where it gains enough, and said to be with its gain. An expert of all tokens
+may run beside the routed ones, on a third stream, and leaves their group for it where that pays
+(`passes.open_experts`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,10 +25,11 @@ from metainfer.ir.streams import meets, roots_of
 from metainfer.ir.timeline import Task, simulate
 from metainfer.passes.candidates import leading_symbol, needs_kernel, sample_sizes
 from metainfer.passes.list_schedule import Schedule, schedule
+from metainfer.passes.open_experts import opened
 from metainfer.passes.overlap_prices import Pricing
 from metainfer.passes.overlap_report import report_kept, report_overlapped
 from metainfer.passes.row_parts import Parts, row_ops, split
-from metainfer.passes.select import choose_kernels
+from metainfer.passes.select import choose_kernels, group_subject
 from metainfer.passes.step_tasks import tasks_of
 from metainfer.passes.stream_order import on_streams
 from metainfer.passes.target import Report, Target
@@ -74,7 +76,7 @@ class _Search:
     """The forms of one block."""
 
     def __init__(self, graph: Graph, module: Module, target: Target) -> None:
-        self.graph, self.target = graph, target
+        self.graph, self.target, self._module = graph, target, module
         self.limits = module.limits()
         self.symbol = leading_symbol(self.limits)
         self.env = sample_sizes(target, self.limits)[-1]
@@ -84,19 +86,54 @@ class _Search:
 
     def run(self) -> Graph:
         """The graph on streams, or as it is where that gains nothing."""
-        if not any(meets(op) for op in self.graph.ops) and not self.movable:
+        apart = self._apart()
+        if not any(meets(op) for op in self.graph.ops) and not self.movable and apart is None:
             return self.graph
-        forms = list(self._forms())
-        whole = forms[0]
+        whole = self._form(self.graph.ops, self.env)
         serial = sum(t.seconds for t in whole.tasks)
-        forced = self.target.options.micro_batches > 1 and len(forms) > 1
-        if forced:
-            forms = forms[1:]
-        best = min(forms, key=lambda f: f.found.seconds)
-        if not forced and best.found.seconds > serial * (1 - _LEAST_GAIN):
-            report_kept(self.graph, self.target, self.env, serial, best.found.seconds)
+        best, forced = self._best()
+        other = apart._best()[0] if apart is not None else None
+        shortest = min(f.found.seconds for f in (best, other) if f is not None)
+        if not forced and shortest > serial * (1 - _LEAST_GAIN):
+            report_kept(self.graph, self.target, self.env, serial, shortest)
             return self.graph
-        return self._taken(best, serial)
+        if apart is None or other is None or shortest == best.found.seconds:
+            return self._taken(best, serial)
+        apart._report_new(self.graph)
+        return apart._taken(other, serial, is_apart=True)
+
+    def _best(self) -> tuple[Form, bool]:
+        """The form of the shortest schedule, and whether it must be taken: parts are asked for."""
+        forms = list(self._forms())
+        forced = self.target.options.micro_batches > 1 and len(forms) > 1
+        return min(forms[1:] if forced else forms, key=lambda f: f.found.seconds), forced
+
+    # --- experts apart ----------------------------------------------------------------------
+
+    def _apart(self) -> "_Search | None":
+        """The same block with experts apart from what is added, if that lets more run beside."""
+        graph = opened(self.graph)
+        if graph is None or len(_beside_experts(graph)) <= len(self.movable):
+            return None
+        quiet = replace(self.target, report=Report())
+        ops = tuple(self._with_kernel(op, graph, quiet) for op in graph.ops)
+        return _Search(replace(graph, ops=ops), self._module, self.target)
+
+    def _with_kernel(self, op: Op, graph: Graph, target: Target) -> Op:
+        if op.choices or not needs_kernel(op):
+            return op
+        return choose_kernels(op, graph, target, self.limits)
+
+    def _report_new(self, before: Graph) -> None:
+        """Say what the parts of opened groups run, in place of what was said of the groups."""
+        known = {op.results[0].name: op for op in before.ops if op.results}
+        for op in self.graph.ops:
+            old = known.get(op.results[0].name) if op.results else None
+            if old == op or not needs_kernel(op):
+                continue
+            if old is not None:
+                self.target.report.drop(f"select {before.name}", group_subject(old))
+            choose_kernels(replace(op, choices=()), self.graph, self.target, self.limits)
 
     # --- forms -----------------------------------------------------------------------------
 
@@ -184,7 +221,7 @@ class _Search:
 
     # --- the one that is taken --------------------------------------------------------------
 
-    def _taken(self, best: Form, serial: float) -> Graph:
+    def _taken(self, best: Form, serial: float, *, is_apart: bool = False) -> Graph:
         if best.parts is not None and not self.target.options.micro_batches:
             best = self._with_grain(best, best.parts)
         best = self._form(best.ops, self.env, best.region, best.parts, improve=True)
@@ -194,7 +231,7 @@ class _Search:
         cut = [self.graph.ops[i] for i in sorted(best.region)]
         report_overlapped(
             self.graph, self.target, self.env, serial, timeline, cut, best.parts,
-            self.pricing.sharing,
+            self.pricing.sharing, is_apart=is_apart,
         )  # fmt: skip
         return made
 

@@ -24,11 +24,25 @@ def report_kept(
 
 def report_overlapped(
     graph: Graph, target: Target, env: Mapping[str, int], serial: float, timeline: Timeline,
-    cut: Sequence[Op], parts: Parts | None, sharing: Sharing,
+    cut: Sequence[Op], parts: Parts | None, sharing: Sharing, *, is_apart: bool = False,
 ) -> None:  # fmt: skip
-    """Say how a block was put on streams."""
+    """Say how a block was put on streams.
+
+    Args:
+        graph: the block.
+        target: whose report it goes to.
+        env: sizes that it was judged at.
+        serial: seconds on one stream.
+        timeline: its schedule.
+        cut: ops whose rows are in parts.
+        parts: which.
+        sharing: what tasks cost each other.
+        is_apart: whether experts were parted from what is added to their sum.
+    """
     streams = sorted({t.stream for t in timeline.tasks})
     chosen = f"{len(streams)} streams"
+    if is_apart:
+        chosen += ", the expert of all tokens apart from the routed ones' sum"
     if parts is not None:
         span = f"{cut[0].results[0].name} to {cut[-1].results[0].name}"
         chosen += f", rows of {span} in {parts.count} parts"

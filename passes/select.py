@@ -331,13 +331,18 @@ def _report(
     target.report.add(
         Decision(
             f"select {graph.name}",
-            f"{kind_of(op)} {op.results[0].name}",
+            group_subject(op),
             kernel.name,
             "; ".join(parts),
             severity,
             tuple(data.items()),
         )
     )
+
+
+def group_subject(op: Op) -> str:
+    """What a decision about a group is said of."""
+    return f"{kind_of(op)} {op.results[0].name}"
 
 
 def _roofline(op: Op, target: Target, env: Mapping[str, int], arithmetic: str) -> float:

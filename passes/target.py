@@ -77,6 +77,10 @@ class Report:
         if decision not in self.decisions:
             self.decisions.append(decision)
 
+    def drop(self, place: str, subject: str) -> None:
+        """Take back what was decided about something that a later pass took apart."""
+        self.decisions = [d for d in self.decisions if (d.place, d.subject) != (place, subject)]
+
 
 @dataclass(frozen=True)
 class Target:

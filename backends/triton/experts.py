@@ -14,8 +14,11 @@ import torch
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.codes import Codes
 from metainfer.backends.triton.attention import power_above, sms_of
+from metainfer.backends.triton.emit.epilogue import emit_epilogue
+from metainfer.backends.triton.emit.source import body_of
 from metainfer.backends.triton.interpreter import is_interpreting
 from metainfer.backends.triton.launch import Launch
+from metainfer.backends.triton.pointwise import argument, sizes_of, strided_of
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
 from metainfer.ir.dtypes import F4E2M1, F8E8M0
 from metainfer.ir.errors import Unsupported
@@ -90,8 +93,11 @@ class Weight:
 class Experts:
     """One call: its tensors and attributes.
 
-    Shapes: x [T, D], ids and weights [T, K], gate and up [E, F, D], down [E, D, F], out and
-        residual [T, D].
+    Shapes: x [T, D], ids and weights [T, K], gate and up [E, F, D], down [E, D, F], out [T, D].
+
+    Attributes:
+        epilogue: what is done to the sum over a token's experts; None for nothing.
+        operands: what that reads beside the sum.
     """
 
     x: torch.Tensor
@@ -104,7 +110,8 @@ class Experts:
     activation: str = "silu"
     total: int = 0
     workspace: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
+    epilogue: Any = None
+    operands: tuple[Any, ...] = ()
 
     @property
     def pairs(self) -> int:
@@ -136,14 +143,20 @@ def weight_of(data: torch.Tensor | Codes) -> Weight:
 
 
 def of_call(call: TorchCall) -> Experts:
-    """The op ``experts`` as the executor calls it, or its group with a residual behind."""
+    """The op ``experts`` as the executor calls it, or a group that begins with it."""
     x, ids, weights = call.inputs[:3]
     gate, up, down = (weight_of(w) for w in call.inputs[3:6])
-    residual = call.inputs[6] if len(call.inputs) > 6 else None
-    return Experts(
+    made = Experts(
         x, ids, weights, gate, up, down, call.outputs[0],
-        call.attrs["activation"], call.attrs["total"], call.workspace, residual,
+        call.attrs["activation"], call.attrs["total"], call.workspace,
     )  # fmt: skip
+    if call.op.body is None:
+        return made
+    graph = body_of(call.op)
+    emitted = emit_epilogue(graph, *strided_of(call))
+    env = sizes_of(graph, call)
+    operands = tuple(argument(p, call, (), (), env) for p in emitted.parameters)
+    return replace(made, epilogue=emitted.function(), operands=operands)
 
 
 def experts(call: Experts, tiles: Tiles | None = None, *, wide: bool = False) -> list[Launch]:
@@ -395,8 +408,8 @@ def _down(
 
 
 def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
-    from metainfer.backends.triton.templates.experts_add import experts_sum_add
     from metainfer.backends.triton.templates.experts_grouped import experts_sum
+    from metainfer.backends.triton.templates.experts_then import experts_sum_then
 
     tokens, width = call.out.shape
     columns = min(power_above(width), _SUM_COLUMNS)
@@ -406,10 +419,12 @@ def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
     }  # fmt: skip
     constants = {"CHOICES": call.ids.shape[1], "PARTS": parts, "COLUMNS": columns}
     grid = (tokens * -(-width // columns),)
-    if call.residual is None:
+    if call.epilogue is None:
         return Launch(experts_sum, grid, arguments, constants, 4, 1)
-    added = {"residual": call.residual, "residual_token": call.residual.stride(0)}
-    return Launch(experts_sum_add, grid, {**arguments, **added}, constants, 4, 1)
+    # An empty tuple has no type that Triton could give it.
+    arguments["operands"] = call.operands or (call.out,)
+    constants["epilogue"] = call.epilogue
+    return Launch(experts_sum_then, grid, arguments, constants, 4, 1)
 
 
 def _matrix(call: Experts) -> str:

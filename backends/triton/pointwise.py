@@ -20,7 +20,7 @@ from metainfer.ir.types import TensorType
 def launches(call: TorchCall) -> Sequence[Launch]:
     """The launch of a group; none if a result is empty."""
     graph = body_of(call.op)
-    strided, unit_last = _strided(call)
+    strided, unit_last = strided_of(call)
     emitted = emit(graph, strided, unit_last)
     env = sizes_of(graph, call)
     rows = [math.prod(n.evaluate(env) for n in s.lead) for s in emitted.spaces]
@@ -34,7 +34,7 @@ def launches(call: TorchCall) -> Sequence[Launch]:
     return (Launch(emitted.function(), (programs, chunks), arguments, num_warps=emitted.num_warps),)
 
 
-def _strided(call: TorchCall) -> tuple[frozenset[int], frozenset[int]]:
+def strided_of(call: TorchCall) -> tuple[frozenset[int], frozenset[int]]:
     """Operands with gaps, and those of them whose last dim is dense."""
     views = {
         i: x

@@ -23,6 +23,8 @@ from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.codes import NAME as CODES
 from metainfer.backends.torch.constraints import format_is
+from metainfer.backends.triton.emit.epilogue import emit_epilogue
+from metainfer.backends.triton.emit.source import body_of
 from metainfer.backends.triton.experts import experts, of_call, scratch_bound
 from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import Launch, TritonBinder
@@ -43,7 +45,7 @@ CODED = Efficiency(0.65, 0.4, source=_SOURCE)
 
 
 def register_experts(kernels: Registry, layouts: LayoutRegistry) -> None:
-    """Add one kernel for each format, and one for the group that adds a residual."""
+    """Add one kernel for each format, and one for the groups that add to their sum."""
     for kind in (KIND, ADDED):
         _register(kind, kernels, layouts)
 
@@ -93,7 +95,8 @@ def _kernel(
             *(weight_operand(i) for i in _STACKS),
             multiple_of(3, 2, step, "D"),
             multiple_of(5, 2, step, "F"),
-            dense(0, 1, 2, *((6,) if kind == ADDED else ())),
+            dense(0, 1, 2),
+            *((FOLLOWED,) if kind == ADDED else ()),
         ),
         layouts=layouts,
         efficiency=efficiency,
@@ -104,6 +107,15 @@ def _kernel(
         fits=fits(run, layouts, registry),
         binder=TritonBinder(run),
     )
+
+
+def _follows(query: Query) -> str | None:
+    # What an epilogue cannot do is raised, and read from there as the reason.
+    emit_epilogue(body_of(query.op), query.strided, query.strided)
+    return None
+
+
+FOLLOWED = Constraint("experts and what an epilogue can do", _follows)
 
 
 def alike(first: int, second: int) -> Constraint:

@@ -21,12 +21,18 @@ from metainfer.ir.parser import parse_graph
 
 RNG = np.random.default_rng(11)
 KERNELS = [k.name for k in installed().kernels.all() if k.op in (KIND, ROUNDED, SCATTERED)]
+SHARED = "a gated expert of all tokens"
 MIXTURES = (("bf16", "bf16"), ("bf16", "f32"), ("f32", "bf16"), ("f16", "f32"), ("f32", "f32"))
 
 
 def group(stream: str, weight: str, ranks: int = RANKS, shift: str = "", kind: str = KIND) -> Op:
-    norm, shifted = "%w", ""
-    if shift:
+    norm, shifted, total, shared, inputs = "%w", "", "%0", "", ""
+    if shift == SHARED:
+        total, inputs = "%7", f"%s: {stream}[T,40], %g: {stream}[T,1], "
+        shared = f"""%5 = sigmoid(%g) : {stream}[T,1]
+      %6 = mul(%5, %s) : {stream}[T,40]
+      %7 = add(%0, %6) : {stream}[T,40]"""
+    elif shift:
         norm = "%9"
         shifted = f"""%8 = full() {{dtype = "{weight}", shape = (), value = 1.0}} : {weight}[]
       %9 = add(%w, %8) : {weight}[40]"""
@@ -38,10 +44,11 @@ def group(stream: str, weight: str, ranks: int = RANKS, shift: str = "", kind: s
         last, format_ = "%3", "f8e4m3/8:f32"
         rounded = f"""%3 = quantize(%2) {{format = "{format_}"}} : {format_}[T,40]"""
     graph = parse_graph(f"""graph g(
-      %p: {stream}[{rows},40], %r: {stream}[T,40], %w: {weight}[40]
+      %p: {stream}[{rows},40], {inputs}%r: {stream}[T,40], %w: {weight}[40]
     ) {{
       %0 = {name}(%p) {{axis = "tp", {dim}ranks = {ranks}}} : {stream}[T,40]
-      %1 = add(%0, %r) : {stream}[T,40]
+      {shared}
+      %1 = add({total}, %r) : {stream}[T,40]
       {shifted}
       %2 = rms_norm(%1, {norm}) {{eps = 1e-6}} : {stream}[T,40]
       {rounded}
@@ -79,7 +86,7 @@ def test_every_algorithm_computes_the_body(tmp_path: Path) -> None:
     cases: list[Case] = []
     for name in KERNELS:
         for stream, weight in MIXTURES:
-            for shift in ("", "w + 1"):
+            for shift in ("", "w + 1", SHARED):
                 op = group(stream, weight, shift=shift, kind=kind_of(name))
                 for tokens in (1, 5):
                     cases.append((name, op, data_of(op, tokens), {"T": tokens}))

@@ -1,17 +1,22 @@
-"""Experts with the residual added by their last launch: beside the body, and in a whole plan."""
+"""Experts to whose sum their last launch adds: beside the body, and in whole plans."""
 
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch_samples import scalar
 from triton_experts import Case, experts_op
-from triton_worker import check_compiles, check_interpreted, refused
+from triton_worker import check_compiles, check_interpreted, check_on_gpu, refused
 
 import metainfer
 from metainfer.compiler.cost import work_of
+from metainfer.ir.dims import dim
 from metainfer.ir.graph import Graph, Op, Value, attrs_of
 from metainfer.ir.interpret import Data
+from metainfer.ir.ops.record import infer_types
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 KIND = "experts_add"
 CASES = {
@@ -24,18 +29,38 @@ CASES = {
 }
 
 
-def added(case: Case) -> tuple[Op, list[Data]]:
-    """The group and its data."""
+# What is done to the sum: shared (s), its gate (g), residual (r).
+AFTER = {
+    "residual": (("add", "sum r"),),
+    "shared": (("add", "sum s"), ("add", "0 r")),
+    "gated": (("sigmoid", "g"), ("mul", "0 s"), ("add", "sum 1")),
+    "gated and residual": (
+        ("sigmoid", "g"), ("mul", "0 s"), ("add", "sum 1"), ("add", "2 r"),
+    ),
+}  # fmt: skip
+
+
+def added(case: Case, after: str = "residual") -> tuple[Op, list[Data]]:
+    """The group and its data; the gate is a column of something wider."""
     op, data = experts_op(case)
-    residual = Value("%residual", op.result.type)
-    result = Value("%sum", op.result.type)
-    add = Op("add", (op.result, residual), (result,))
-    body = Graph("body", (*op.operands, residual), ops=(op, add), outputs=(result,))
+    whole, kind = op.result.tensor, scalar(case.dtype)
+    values = {"sum": op.result, "g": Value("%g", whole.with_shape((whole.shape[0], dim(1))))}
+    values.update((n, Value(f"%{n}", whole)) for n in "sr")
+    ops, inputs = [op], dict[str, Value]()
+    for number, (name, read) in enumerate(AFTER[after]):
+        operands = tuple(values[n] for n in read.split())
+        inputs.update((n, values[n]) for n in read.split() if n in "srg")
+        (type_,) = infer_types(name, [v.type for v in operands], {})
+        values[str(number)] = Value(f"%then{number}", type_)
+        ops.append(Op(name, operands, (values[str(number)],)))
+    result = ops[-1].result
+    body = Graph("body", (*op.operands, *inputs.values()), ops=tuple(ops), outputs=(result,))
     attrs = {"kind": KIND, "activation": case.activation, "total": case.total}
     group = Op("fused", body.inputs, (Value("%y", result.type),), attrs_of(attrs), body)
     rng = np.random.default_rng(9)
-    shape = (case.tokens, case.width)
-    return group, [*data, rng.normal(size=shape).astype(scalar(case.dtype).numpy)]
+    wide = {n: rng.normal(size=(case.tokens, case.width)).astype(kind.numpy) for n in "srg"}
+    wide["g"] = wide["g"][:, 5:6]
+    return group, [*data, *(wide[n] for n in inputs)]
 
 
 def name_of(case: Case) -> str:
@@ -48,6 +73,29 @@ def test_the_residual_is_added(name: str) -> None:
     op, data = added(CASES[name])
     assert refused(name_of(CASES[name]), op) == []
     check_interpreted(name_of(CASES[name]), op, data)
+
+
+@pytest.mark.parametrize("after", ["shared", "gated", "gated and residual"])
+@pytest.mark.parametrize("name", ["one token", "sorted, some left out", "f16"])
+def test_an_expert_of_all_tokens_is_added(name: str, after: str) -> None:
+    op, data = added(CASES[name], after)
+    gates = frozenset(i for i, v in enumerate(op.operands) if v.name == "%g")
+    assert refused(name_of(CASES[name]), op, gates) == []
+    check_interpreted(name_of(CASES[name]), op, data)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("name", CASES)
+def test_sums_on_a_gpu(name: str, after: str) -> None:
+    op, data = added(CASES[name], after)
+    check_on_gpu(name_of(CASES[name]), op, data)
+
+
+def test_the_gated_group_compiles_for_cards_that_are_not_here() -> None:
+    op, _ = added(CASES["many"], "gated and residual")
+    check_compiles(name_of(CASES["many"]), op)
 
 
 @pytest.mark.parametrize("name", ["one token", "many", "mxfp4"])
@@ -66,9 +114,27 @@ def test_the_group_moves_the_experts_that_are_chosen_and_no_more() -> None:
     assert moved == sum(m for _, m in alone) - 2 * 64 * 2
 
 
-def test_a_sparse_layer_without_collectives_is_three_groups() -> None:
-    plan: Any = metainfer.compile("metainfer.models.qwen3_moe:tiny", "1xh200", strict=True)
+def kinds_of(model: str, hw: str, **options: Any) -> list[str]:
+    """Groups of a layer's MLP in prefill, views left out; both phases have the same."""
+    plan: Any = metainfer.compile(f"metainfer.models.{model}:tiny", hw, strict=True, **options)
+    found = []
     for phase in plan.phases:
-        ops = plan.module(phase).graph("layer").ops
+        ops = [o for o in plan.module(phase).graph("layer").ops if o.choices]
         kinds = [str(op.attr.get("kind", op.name)) for op in ops]
-        assert kinds[-4:] == ["linear", "route_experts", "experts_add", "rms_norm"]
+        found.append(kinds[kinds.index("attention") + 1 :])
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_a_sparse_layer_without_collectives_is_three_groups() -> None:
+    found = kinds_of("qwen3_moe", "1xh200")
+    assert found[-4:] == ["linear", "route_experts", "experts_add", "rms_norm"]
+
+
+def test_an_expert_of_all_tokens_leaves_no_launch_behind() -> None:
+    shared = ["linear_silu_mul", "linear"]
+    one = kinds_of("qwen2_moe", "1xh200", overlap=False)
+    routed = ["linear_add", "rms_norm", "linear", "route_experts"]
+    assert one == [*routed, *shared, "experts_add", "rms_norm"]
+    two = kinds_of("qwen2_moe", "8xpcie", overlap=False, tp=2, ep=2)
+    assert two[-3:] == [shared[-1], "experts_add", "all_reduce_add_rms_norm"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pass_oracle import parse_any
+from pass_oracle import assert_same_numbers, parse_any
 from ranks import ManyRanks, OneRank, as_ranks, rank_target
 
 from metainfer.backends.registry import installed
@@ -21,6 +21,7 @@ from metainfer.ir.streams import num_streams
 from metainfer.ir.types import Mesh, Symbol
 from metainfer.ir.verify import verify_module
 from metainfer.passes.collectives import collectives
+from metainfer.passes.fuse import fuse
 from metainfer.passes.layout import layout
 from metainfer.passes.overlap import overlap
 from metainfer.passes.select import select
@@ -61,9 +62,12 @@ def target_of(hw: str = "8xpcie", phase: str = "prefill", tp: int = 8, **options
     return Target(machine, strategy, Options(**options), backends.kernels, costs, Report())
 
 
-def compiled(text: str, target: Target, most: int = 8192) -> tuple[Module, Module]:
+def compiled(
+    text: str, target: Target, most: int = 8192, *, fused: bool = False
+) -> tuple[Module, Module]:
     """(serial, overlapped) programs of one rank."""
     module = replace(parse_any(text), symbols=(Symbol("T", 1, most),))
+    module = fuse(module, target) if fused else module
     if target.strategy.mesh.axes:
         module = as_ranks(module, rank_target(target.strategy.mesh.axes))
     serial = collectives(select(layout(module, target), target), target)
@@ -169,3 +173,51 @@ def test_shared_experts_run_beside_routed_ones() -> None:
     assert after["seconds"] < before["seconds"]
     # Together they cannot be faster than the device moves and computes for both.
     assert after["seconds"] >= before["roofline_seconds"]
+
+
+GATED = """
+graph f(%x: bf16[T,256], %ids: i64[T,4], %w: f32[T,4], %g: bf16[T,1], %r: bf16[T,256],
+        @gate: bf16[EXPERTS,96,256], @up: bf16[EXPERTS,96,256], @down: bf16[EXPERTS,256,96],
+        @s: bf16[INNER,256], @t: bf16[256,INNER]) {
+  %0 = experts(%x, %ids, %w, @gate, @up, @down) : bf16[T,256]
+  %1 = linear(%x, @s) : bf16[T,INNER]
+  %2 = silu(%1) : bf16[T,INNER]
+  %3 = linear(%2, @t) : bf16[T,256]
+  %4 = sigmoid(%g) : bf16[T,1]
+  %5 = mul(%4, %3) : bf16[T,256]
+  %6 = add(%0, %5) : bf16[T,256]
+  %7 = add(%6, %r) : bf16[T,256]
+  return %7
+}
+"""
+
+
+def kinds(module: Module) -> list[str]:
+    return [str(op.attr.get("kind", op.name)) for op in module.main.ops]
+
+
+def test_an_expert_of_all_tokens_leaves_the_group_of_the_routed_ones() -> None:
+    """Their last launch adds it, so it would run before them: apart it may run beside them."""
+    target = target_of(phase="decode", tp=1)
+    text = sized(GATED, inner=512).replace("EXPERTS", "64")
+    serial, made = compiled(text, target, 16, fused=True)
+    assert kinds(serial)[-1] == "experts_add"
+    assert set(kinds(made)) == {"experts", "linear_silu", "linear", "pointwise"}
+    assert {op.stream for op in made.main.ops if op.name == "experts"} == {0}
+    assert 2 in {op.stream for op in made.main.ops}
+    assert predicted(made, target, 16)["seconds"] < predicted(serial, target, 16)["seconds"]
+    assert_same_numbers(serial, made, exact=True)
+    # What is said of groups is said of those that are there.
+    (line,) = [d for d in target.report.decisions if d.place == "overlap main"]
+    assert "apart from the routed ones' sum" in line.chosen
+    said = [d.subject.split()[0] for d in target.report.decisions if d.place == "select main"]
+    assert sorted(said) == sorted(kinds(made))
+
+
+def test_an_expert_of_all_tokens_stays_where_nothing_is_gained() -> None:
+    target = target_of(tp=1)
+    # A shared expert of almost no work: the pass that the group saves is worth more.
+    text = sized(GATED, inner=16).replace("EXPERTS", "64")
+    serial, made = compiled(text, target, fused=True)
+    assert kinds(made)[-1] == "experts_add"
+    assert predicted(made, target, 16)["seconds"] <= predicted(serial, target, 16)["seconds"]

@@ -1,8 +1,8 @@
 """What follows a product while it is in registers, as a function for a template.
 
-A group of a linear and elementwise ops after it: the template hands its float32 tile to
-``epilogue(acc, operands, r0, c0, r0_in, c0_in)`` and stores what comes back. The bias is added
-before the product is rounded, as the op's own definition has it.
+A group of a linear, or of experts, and elementwise ops after it: the template hands its float32
+tile to ``epilogue(acc, operands, r0, c0, r0_in, c0_in)`` and stores what comes back. A linear's
+bias is added before the product is rounded, as the op's own definition has it.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from metainfer.backends.triton.emit.body import Body
-from metainfer.backends.triton.emit.index import Index, joined
+from metainfer.backends.triton.emit.index import Index, broadcast, joined
 from metainfer.backends.triton.emit.source import (
     Parameter,
     is_used,
@@ -25,6 +25,9 @@ from metainfer.ir.graph import Graph, Op
 from metainfer.ir.printer import print_type
 
 _NAME = "epilogue"
+# Products that templates compute, and how many operands are the template's own.
+_OWN = {"linear": 2, "experts": 6}
+_NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,15 @@ class Epilogue:
 
 
 @lru_cache(maxsize=1024)
-def emit_epilogue(graph: Graph) -> Epilogue:
+def emit_epilogue(
+    graph: Graph, strided: frozenset[int] = _NOTHING, unit_last: frozenset[int] = _NOTHING
+) -> Epilogue:
     """Emit what a group does after its product.
 
     Args:
-        graph: its body; the product is of the first two inputs.
+        graph: its body; the product is of the first inputs.
+        strided: operands that are views with gaps.
+        unit_last: those of them whose last dim is dense.
 
     Raises: Unsupported if the group does anything else.
     """
@@ -57,9 +64,9 @@ def emit_epilogue(graph: Graph) -> Epilogue:
     result = graph.outputs[0]
     shape = result.tensor.shape
     space = Space(0, shape[:-1], shape[-1], 1, 1)
-    body = Body(graph, (), frozenset(), frozenset(), {})
+    body = Body(graph, (), strided, unit_last, {})
     index = body.enter(space)
-    body.handlers["linear"] = _linear(index)
+    body.handlers[product.name] = _made(index)
     made = body.value(result, index)
     lines = without_unused(body.lines)
     parameters = tuple(p for p in parameters_of(graph, body) if is_used(p.name, lines))
@@ -68,35 +75,37 @@ def emit_epilogue(graph: Graph) -> Epilogue:
 
 
 def _product(graph: Graph) -> Op:
-    """The group's linear.
+    """The group's product.
 
-    Raises: Unsupported if there is not exactly one, of the first two inputs, stored as one result.
+    Raises: Unsupported if there is not exactly one, of the first inputs, stored as one result.
     """
-    found = [o for o in graph.ops if o.name == "linear"]
+    found = [o for o in graph.ops if o.name in _OWN]
+    own = _OWN[found[0].name] if found else 0
     inputs = [v.name for v in graph.inputs]
     shapes = {v.tensor.shape for v in (*graph.outputs, *(o.result for o in found))}
     if (
         len(found) != 1
-        or [v.name for v in found[0].operands[:2]] != inputs[:2]
+        or [v.name for v in found[0].operands[:own]] != inputs[:own]
         or len(graph.outputs) != 1
         or len(shapes) != 1
     ):
         raise Unsupported(
-            "the group is not one product of its first two operands and what follows it",
+            "the group is not one product of its first operands and what follows it",
             advice="the group is split, or another kernel takes it",
         )
     return found[0]
 
 
-def _linear(place: tuple[Index, ...]) -> Any:
+def _made(place: tuple[Index, ...]) -> Any:
     def product(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
-        if index != place:
+        # A dim of size 1 is read at 0 by what is elementwise.
+        if index not in (place, broadcast(op.result.tensor.shape, place)):
             raise Unsupported(
                 "the product is needed at another place than it stands at",
                 advice="the group is split, or another kernel takes it",
             )
         text, axes = "acc", joined(*(i.axes for i in place), frozenset(["r0"]))
-        if len(op.operands) > 2:
+        if len(op.operands) > _OWN[op.name]:
             bias = body.value(op.operands[2], index[-1:])
             text = f"acc + {bias.text}"
         body.comment(op)

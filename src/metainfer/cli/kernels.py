@@ -18,6 +18,7 @@ PAIRS = (
     *(("smollm2", machine) for machine in MACHINES),
     ("qwen3_moe", "1xh200"),
     ("qwen3_moe:235b", "8xpcie"),
+    ("qwen2_moe", "8xpcie"),
 )
 _KERNEL_WIDTH = 44
 

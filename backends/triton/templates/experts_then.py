@@ -1,0 +1,30 @@
+"""The sum over a token's experts, and what a group does to it while it is in registers."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def experts_sum_then(
+    pairs, ids, operands, out, E, D, out_token,
+    epilogue: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out[t] = epilogue of the sum over a token's pairs, which it rounds first, as its op does.
+
+    Shapes: pairs [T * CHOICES, PARTS, D] -> out [T, D]; operands: what ``epilogue`` reads beside
+    the float32 row.
+    """
+    blocks = tl.cdiv(D, COLUMNS)
+    token = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        expert = tl.load(ids + token * CHOICES + choice)
+        known = (expert >= 0) & (expert < E) & (column < D)
+        for part in tl.static_range(PARTS):
+            row = ((token * CHOICES + choice) * PARTS + part).to(tl.int64)
+            acc += tl.load(pairs + row * D + column, mask=known, other=0.0).to(tl.float32)
+    row = tl.zeros([1, 1], tl.int64) + token
+    there = column[None, :] < D
+    made = epilogue(acc[None, :], operands, row, column[None, :], row >= 0, there)
+    tl.store(out + row * out_token + column[None, :], made.to(out.dtype.element_ty), mask=there)
