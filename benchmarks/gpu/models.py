@@ -29,6 +29,7 @@ def ours(args: argparse.Namespace) -> Iterator[tuple[str, int, float, dict[str, 
     plan = metainfer.compile(
         spec, "1xh200", max_tokens=args.prefill_tokens, max_sequences=max(args.batch),
         max_context=max(2 * args.context, args.prefill_tokens // 8), weights=args.weights,
+        activations=args.activations,
     )  # fmt: skip
     print(f"compiled in {time.perf_counter() - begun:.1f} s", flush=True)
     begun = time.perf_counter()
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(CONFIGS), default="llama:8b")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers, for a quick look")
     parser.add_argument("--weights", default="auto")
+    parser.add_argument("--activations", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prefill-tokens", type=int, default=8 * 2048)
