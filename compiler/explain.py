@@ -7,8 +7,11 @@ from typing import Any
 
 from metainfer.compiler.schedules import ScheduleReport, is_schedule, schedule_report
 from metainfer.ir.errors import PlanError
+from metainfer.ir.graph import Op
 from metainfer.ir.plan import Plan
 from metainfer.ir.strategy import PHASES
+from metainfer.ir.views import VIEW_OPS
+from metainfer.passes.gains import OPERATORS
 
 NO_WEIGHTS = "weights"  # place of the decision that says why there are none
 
@@ -53,7 +56,7 @@ class GroupReport:
         kind: op name, or kind of the fused group.
         result: name of its first result.
         op: text of the op; the kind of a fused group, whose text is in the plan.
-        body: names of the ops that a fused group holds.
+        body: names of the operators that a fused group, or an op that stands for several, holds.
         source: line of the model.
         kernel: taken at the judged sizes.
         table: kernels by size.
@@ -68,6 +71,8 @@ class GroupReport:
         generic: whether it is a fallback.
         unforced: the kernel that would be taken without --pin and --forbid, where it is faster.
         forced_seconds: what they cost.
+        saved_bytes: that it moves less than its operators, each run alone, at the judged sizes.
+        saved_launches: fewer than theirs.
     """
 
     phase: str
@@ -91,6 +96,13 @@ class GroupReport:
     generic: bool
     unforced: str
     forced_seconds: float
+    saved_bytes: int
+    saved_launches: int
+
+    @property
+    def num_operators(self) -> int:
+        """Operators of the body that move or compute numbers: views are none."""
+        return sum(name not in VIEW_OPS for name in self.body)
 
     @property
     def loss_seconds(self) -> float:
@@ -203,16 +215,22 @@ def group_reports(plan: Plan, phase: str, stage: int = 0) -> tuple[GroupReport, 
     """What was decided about each group of a phase of a stage, in the order of its text."""
     calls = calls_by_graph(plan, phase, stage)
     bodies = {
-        (graph.name, op.results[0].name): tuple(inner.name for inner in op.body.ops)
+        (graph.name, op.results[0].name): _operators(op)
         for graph in plan.module(phase, stage).graphs
         for op in graph.ops
-        if op.body is not None
+        if op.body is not None or op.name in OPERATORS
     }
     return tuple(
         _report(phase, calls, bodies.get((data["graph"], data["result"]), ()), decision, data)
         for decision, data in _decisions(plan, phase, stage)
         if "table" in data
     )
+
+
+def _operators(op: Op) -> tuple[str, ...]:
+    """What a group holds, or an op that stands for several operators."""
+    inner = op.body.ops if op.body is not None else (op,)
+    return tuple(name for one in inner for name in OPERATORS.get(one.name, (one.name,)))
 
 
 def calls_by_graph(plan: Plan, phase: str, stage: int = 0) -> dict[str, int]:
@@ -237,11 +255,15 @@ def _report(
 ) -> GroupReport:  # fmt: skip
     next_best, gap = data["next_best"] or ("", 0.0)
     unforced, unforced_seconds = data["unforced"] or ("", data["seconds"])
+    saves = data.get("saves", {"bytes": 0, "launches": 0})
+    kind = decision["subject"].rpartition(" ")[0]
+    # A kernel may run the operators of one op after each other: it is no group then.
+    body = () if kind in OPERATORS and not saves["launches"] else body
     return GroupReport(
         phase=phase,
         graph=data["graph"],
         calls=calls.get(data["graph"], 0),
-        kind=decision["subject"].rpartition(" ")[0],
+        kind=kind,
         result=data["result"],
         op=data["op"].partition(" loc(")[0],
         body=body,
@@ -259,6 +281,8 @@ def _report(
         generic=data["generic"],
         unforced=unforced,
         forced_seconds=data["seconds"] - unforced_seconds,
+        saved_bytes=saves["bytes"],
+        saved_launches=saves["launches"],
     )
 
 

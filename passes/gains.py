@@ -6,12 +6,17 @@ Views count nothing: they move no number.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from metainfer.ir.dims import dim
 from metainfer.ir.graph import Module, Op, Value
 from metainfer.ir.ops.record import VIEW, op_def
 from metainfer.ir.types import TensorType
 from metainfer.passes.target import Target
 
 Env = Mapping[str, int]
+# Operators that an op stands for, where those are several; a sort by expert goes before them.
+OPERATORS: Mapping[str, tuple[str, ...]] = {
+    "experts": ("gather", "gate", "up", "activation", "down", "top-k reduce"),
+}
 
 
 @dataclass(frozen=True)
@@ -102,3 +107,36 @@ def gain_of_group(ops: Sequence[Op], returned: frozenset[str], env: Env) -> Gain
                 saved += bytes_of(value, env)
             read.add(value.name)
     return Gain(saved, max(len(working) - 1, 0))
+
+
+def gain_of_kernel(op: Op, launches: int, env: Env) -> Gain:
+    """What a group saves beside its operators, each run alone.
+
+    Args:
+        op: a group, or an op.
+        launches: of its kernel.
+        env: sizes.
+    """
+    inner = op.body.ops if op.body is not None else (op,)
+    gain = Gain(0, 0)
+    if op.body is not None:
+        gain = gain_of_group(inner, frozenset(v.name for v in op.body.outputs), env)
+    for one in inner:
+        if one.name in OPERATORS:
+            gain += _gain_of_experts(one, launches, env)
+    return gain
+
+
+def _gain_of_experts(op: Op, launches: int, env: Env) -> Gain:
+    """Experts whose tokens are gathered, multiplied and activated by one launch."""
+    fewer = len(OPERATORS["experts"]) + 1 - launches
+    if fewer <= 0:
+        return Gain(0, 0)
+    tokens, chosen = op.operands[1].tensor.concrete(env)
+    held, inner, width = (n.static for n in op.operands[3].tensor.shape)
+    total = op.attr.get("total", 0) or held
+    assert isinstance(total, int)
+    pairs = tokens * chosen * held // total
+    row = op.result.tensor.with_shape((dim(pairs), dim(2 * width + 4 * inner)))
+    # Gathered rows and both products, each written and read again.
+    return Gain(row.bytes_at({}), fewer)

@@ -29,6 +29,7 @@ from metainfer.passes.candidates import (
     sample_sizes,
     strided_of,
 )
+from metainfer.passes.gains import gain_of_kernel
 from metainfer.passes.target import Decision, Target
 
 # What falls back, by the pass that says so.
@@ -310,6 +311,7 @@ def _report(
         for c in found
         if not c.is_usable
     ]
+    saved = gain_of_kernel(op, kernel.launches, last.env)
     data = {
         "graph": graph.name,
         "op": print_op(replace(op, body=None)) if op.body is None else kind_of(op),
@@ -319,6 +321,7 @@ def _report(
         "seconds": last.cost.seconds,
         "flops": last.cost.flops,
         "bytes": last.cost.bytes,
+        "saves": {"bytes": saved.bytes, "launches": saved.launches},
         "bound": last.cost.bound,
         "basis": last.cost.basis,
         "roofline_seconds": ideal,

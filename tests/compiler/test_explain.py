@@ -79,6 +79,32 @@ def test_fused_groups_name_their_parts(plan: Plan) -> None:
     assert any(g.kind == "linear_add" and g.body == ("linear", "add") for g in fused)
 
 
+def test_fused_groups_say_what_they_save(plan: Plan, foreign: Plan) -> None:
+    for found in (plan, foreign):
+        for phase in found.phases:
+            groups = group_reports(found, phase)
+            fused = [g for g in groups if g.num_operators > 1]
+            assert fused
+            for group in fused:
+                assert group.saved_launches == group.num_operators - 1
+                assert group.saved_bytes > 0
+            assert not any(g.saved_bytes or g.saved_launches for g in groups if g not in fused)
+    # One token, one sequence: the product is neither written nor read again.
+    added = next(g for g in group_reports(plan, "decode") if g.kind == "linear_add")
+    assert added.saved_bytes == 2 * 48 * 4
+
+
+def test_experts_are_several_operators() -> None:
+    sparse: Any = metainfer.compile("metainfer.models.qwen3_moe:tiny", "1xh200")
+    group = next(g for g in group_reports(sparse, "decode") if g.kind == "experts_add")
+    routed = ("gather", "gate", "up", "activation", "down", "top-k reduce")
+    assert group.body == (*routed, "add")
+    # Sorting, gate and up, down, and the sum with the add behind it.
+    assert group.saved_launches == len(routed) + 2 - 4
+    # Four pairs: rows of 64 gathered, two products of 64, each written and read; then the sum.
+    assert group.saved_bytes == 2 * (4 * (2 * 64 + 4 * 64) + 2 * 64)
+
+
 def test_fallbacks_come_with_their_loss(foreign: Plan) -> None:
     generic = [g for g in group_reports(foreign, "decode") if g.generic]
     assert generic
@@ -160,6 +186,8 @@ def test_printed_explanation(foreign: Plan, tmp_path: Path) -> None:
     for label in ("takes    ", "next     ", "refused  ", "fallback "):
         assert label in out
     assert "wanted device is a cpu, found a gpu" in out
+    assert "bytes saved   launches saved" in out
+    assert "      saves    " in out
     assert "groups fell back to a generic kernel:" in out
     assert "kv pages" in out
     assert "because " in out

@@ -1,5 +1,6 @@
 """`metainfer explain`: which kernel each group got, what else there was, and what it costs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,7 +8,7 @@ import typer
 
 from metainfer.cli.compile import print_memory
 from metainfer.cli.options import Json, PlanPath, check_plan_path
-from metainfer.cli.output import WIDTH, print_json, print_wrapped, show_seconds
+from metainfer.cli.output import WIDTH, print_json, print_table, print_wrapped, show_seconds
 
 if TYPE_CHECKING:
     from metainfer.compiler.explain import Explanation, GroupReport, Note, SizeRow
@@ -117,8 +118,24 @@ def _print_phase(plan: "Plan", phase: str, explanation: "Explanation") -> None:
         calls = members[0].calls
         seconds = sum(g.seconds for g in members)
         typer.echo(f"\n{graph}, run {_times(calls)} a step, {show_seconds(seconds)} each time")
+        _print_savings(members)
         for member in members:
             _print_group(member)
+
+
+def _print_savings(groups: "Sequence[GroupReport]") -> None:
+    """Groups of several operators, and what each saves beside them, in a table."""
+    fused = [g for g in groups if g.num_operators > 1]
+    if not fused:
+        return
+    figures = [(g.num_operators, g.saved_bytes, g.saved_launches) for g in fused]
+    together = [sum(column) for column in zip(*figures, strict=True)]
+    names = [*(f"{g.kind} {g.result}" for g in fused), "all"]
+    print_table(
+        f"{together[0]} operators in {len(fused)} groups",
+        ("group", "operators", "bytes saved", "launches saved"),
+        [(n, *(f"{f:,}" for f in row)) for n, row in zip(names, [*figures, together], strict=True)],
+    )
 
 
 def _judged(phase: str) -> str:
@@ -132,10 +149,12 @@ def _times(count: int) -> str:
 def _print_group(group: "GroupReport") -> None:
     where = f"  {group.source}" if group.source else ""
     typer.echo(f"  {group.kind} {group.result}{where}")
+    if group.op != group.kind:
+        typer.echo(_cut(f"      {group.op}"))
     if group.body:
         _line("fuses", ", ".join(group.body))
-    elif group.op != group.kind:
-        typer.echo(_cut(f"      {group.op}"))
+    if group.num_operators > 1:
+        _line("saves", f"{group.saved_bytes:,} bytes and {group.saved_launches} launches")
     share = group.roofline_seconds / group.seconds if group.seconds else 1.0
     _line(
         "takes",
