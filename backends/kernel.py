@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from metainfer.hardware.device import Device
+from metainfer.hardware.machine import Machine
 from metainfer.ir.dims import Dim
 from metainfer.ir.dtypes import DType
 from metainfer.ir.errors import MetainferError, PlanError
@@ -27,12 +28,16 @@ class Query:
         device: where it would run.
         limits: inclusive bounds of the size symbols in this phase.
         strided: operands that are views without dense rows (after a transpose, say).
+        machine: where ranks meet; None where nobody asks about that.
+        groups: the machine's ranks that meet in the op, group by group.
     """
 
     op: Op
     device: Device
     limits: Mapping[str, tuple[int, int]]
     strided: frozenset[int] = frozenset()
+    machine: Machine | None = None
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def kind(self) -> str:
@@ -154,6 +159,9 @@ class Kernel:
         generic: a plain composition that stands in where no made kernel fits; refused by --strict.
         error: relative error that the kernel adds to its op's own rounding (0 = none).
         workspace: scratch bytes at the bounds of the query.
+        window: bytes of memory shared with peers at those bounds (`backends.ranks.windows`).
+        option: "field=value" of `ir.options.Options` without which it is never taken; "" for all
+            but those that change numbers more than rounding does.
         extra_bytes: traffic beyond the compulsory one, as a fraction.
         effort: arithmetic done at concrete sizes over what the op needs (tiles that hang over,
             processors left idle); None counts as 1.
@@ -172,6 +180,8 @@ class Kernel:
     generic: bool = False
     error: float = 0.0
     workspace: Callable[[Query], int] | None = None
+    window: Callable[[Query], int] | None = None
+    option: str = ""
     extra_bytes: float = 0.0
     effort: Effort | None = None
     fits: Constraint | None = None

@@ -17,7 +17,7 @@ from metainfer.ir.graph import Module
 from metainfer.ir.ops.record import op_def
 from metainfer.ir.options import Options
 from metainfer.ir.types import StateType, TensorType
-from metainfer.runtime.workspace import workspace_bytes
+from metainfer.runtime.workspace import window_bytes, workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,11 @@ def _buffers(
         Term("activations", max(sizes.values()), f"largest step of {largest}, packed by lifetime"),
         Term("scratch", max(scratch.values()), "workspace of kernels"),
     ]
+    shared = window_bytes(modules.values(), device, backends)
+    if shared:
+        terms.append(
+            Term("windows", shared, "memory that peers write to or read, by axis and size")
+        )
     if tables:
         terms.append(Term("rope tables", tables, "cosines and sines of every position"))
     return terms

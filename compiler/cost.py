@@ -74,7 +74,9 @@ class CostModel:
         algorithm = kernel.name.removeprefix(f"{kernel.backend}.{kernel.op}_")
         price = self._price(meeting, payload, algorithm)
         if op.body is None:
-            return Cost(price.seconds, 0, payload, "fabric", price.basis)
+            beside = (kernel.launches - 1) * self.launch_seconds(device, kernel.backend)
+            beside += kernel.extra_bytes * payload / device.memory_bandwidth.sustained
+            return Cost(price.seconds + beside, 0, payload, "fabric", price.basis)
         moved = _pass_bytes(op.body, meeting, env)
         memory = moved / (device.memory_bandwidth.sustained * kernel.efficiency.memory)
         seconds = price.seconds + memory + self.launch_seconds(device, kernel.backend)

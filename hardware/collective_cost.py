@@ -1,20 +1,41 @@
 """What a collective costs among ranks of a machine, algorithm by algorithm.
 
-A measured table of the machine answers for the algorithm that it measured; every other algorithm
-is priced from the topology: each of its rounds is a set of simultaneous flows, which share links,
-switches and host bridges (`Topology.share`), plus the latency of the slowest way.
+Algorithms over the communication library cost what its measured tables say, or a ring where nobody
+measured it. Those over windows are priced from the topology: each of their rounds is a set of
+simultaneous flows, which share links, switches and host bridges (`Topology.share`), plus the
+latency of the slowest way. Where somebody measured such an algorithm for this machine, the topology
+says how the time of all of them grows, and the table how much of it there is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from metainfer.hardware.machine import Machine
-from metainfer.hardware.topology import Flow, Path, Topology
+from metainfer.hardware.machine import Collective, Machine
+from metainfer.hardware.topology import Flow, Topology
+from metainfer.ir.dtypes import FP8_GROUP
 from metainfer.ir.errors import HardwareError
 
-# Starting a kernel that synchronises with peers, beside the wire's own latency.
-_ROUND_US = 2.0
+# A round over windows beside the wire's latency: writing, telling all peers, reading. The smallest
+# all-gather of two ranks by PCIe IPC takes 4.1 us (flashinfer #5023), 0.7 of them the wire's.
+_ROUND_US = 3.4
+# A call of the library, and each hop of it beside the wire's latency: fitted to NCCL's times at
+# 2 KiB on 2, 4 and 8 RTX PRO 6000 (AIConfigurator 0.12.0: all-reduce 6, 13, 26 us; of eight,
+# all-gather 15 us and all-to-all 10 us), within a fifth of them on the links of 8xpcie.
+_CALL_US, _HOP_US = 2.0, 1.2
+_LIBRARIES = ("nccl", "gloo", "rccl")
+# Names that tables have for algorithms over windows; without a direction it was the better one.
+_TABLES: Mapping[str, tuple[str, ...]] = {
+    **{f"{shots}_{way}": (f"{shots}_{way}",)
+       for shots in ("one_shot", "two_shot") for way in ("push", "pull")},
+    "one_shot": ("one_shot_push", "one_shot_pull"),
+    "two_shot": ("two_shot_push", "two_shot_pull"),
+    "two_shot_islands": ("islands",), "islands": ("islands",),
+}  # fmt: skip
+# A table that is faster than what the described links carry was measured on others; figures round.
+_CREDIBLE = 0.8
+# Wire bytes of fp8 with its scales, over bytes of bf16.
+COMPRESSED = (1 + 4 / FP8_GROUP.block[-1]) / 2
 
 
 @dataclass(frozen=True)
@@ -24,19 +45,21 @@ class Price:
     Units: seconds.
 
     Attributes:
-        algorithm: "library" for the measured one of the communication library, "ring", "one_shot",
-            "two_shot" or "islands".
+        algorithm: as kernels name it: "library", "one_shot", "two_shot" (over the library),
+            "one_shot_push", "two_shot_pull" (over windows) and so on, "islands".
         seconds: predicted time.
-        basis: "measured here", "measured elsewhere", "assumed" or "analytic".
+        basis: where the figure comes from, "measured here" down to "analytic".
+        is_exact: whether it adds no more than rounding does.
     """
 
     algorithm: str
     seconds: float
     basis: str
+    is_exact: bool = True
 
 
 def cheapest(name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes: int) -> Price:
-    """The cheapest exact algorithm: a bound, since not every one that is priced has a kernel.
+    """The cheapest exact algorithm that the machine allows in any phase.
 
     Args:
         name: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
@@ -44,7 +67,14 @@ def cheapest(name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes:
         ranks: who takes part.
         payload_bytes: as of `hardware.machine.Collective`.
     """
-    return min(prices(name, machine, ranks, payload_bytes), key=lambda p: p.seconds)
+    found = [p for p in prices(name, machine, ranks, payload_bytes) if p.is_exact]
+    allowed = [p for p in found if not is_forbidden(machine, p.algorithm, "any")]
+    return min(allowed or found, key=lambda p: p.seconds)
+
+
+def is_forbidden(machine: Machine, algorithm: str, phase: str) -> bool:
+    """Whether the machine's policy is against an algorithm of collectives."""
+    return any(p.stance == "forbid" for p in machine.stances("collective", algorithm, phase))
 
 
 def price_of(
@@ -54,19 +84,20 @@ def price_of(
 
     Raises: HardwareError if the ranks cannot run it.
     """
-    found = [p for p in prices(name, machine, ranks, payload_bytes) if p.algorithm == algorithm]
-    if not found:
-        raise HardwareError(
-            f"{name} by {algorithm} is not for the ranks {list(ranks)} of {machine.name}",
-            advice=f"known: {', '.join(_ROUNDS.get(name, {}))}, library",
-        )
-    return found[0]
+    found = prices(name, machine, ranks, payload_bytes)
+    for price in found:
+        if price.algorithm == algorithm:
+            return price
+    raise HardwareError(
+        f"{name} by {algorithm} is not for the ranks {list(ranks)} of {machine.name}",
+        advice=f"known: {', '.join(p.algorithm for p in found)}",
+    )
 
 
 def prices(
     name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes: int
 ) -> tuple[Price, ...]:
-    """Every exact algorithm with its price; a single rank pays nothing.
+    """Every algorithm that the ranks can run, with its price; a single rank pays nothing.
 
     Raises: HardwareError for a collective that is not known.
     """
@@ -78,89 +109,207 @@ def prices(
 def _prices(
     name: str, topology: Topology, ranks: tuple[int, ...], payload_bytes: int
 ) -> tuple[Price, ...]:
-    machine = topology.machine
-    if name not in _ROUNDS:
-        raise HardwareError(f"no algorithm is known for {name!r}", advice=f"known: {[*_ROUNDS]}")
+    if name not in _DIRECT:
+        raise HardwareError(f"no algorithm is known for {name!r}", advice=f"known: {[*_DIRECT]}")
     if len(ranks) == 1:
-        return tuple(Price(a, 0.0, "analytic") for a in (*_ROUNDS[name], "library", "islands"))
-    found = [
-        Price(algorithm, _seconds(topology, ranks, rounds, payload_bytes), "analytic")
-        for algorithm, rounds in _ROUNDS[name].items()
-    ]
-    found.append(
-        _measured(name, machine, ranks, payload_bytes) or Price("library", *_unmeasured(found))
-    )
-    if name == "all_reduce" and len(_islands(topology, ranks)) > 1:
-        seconds = _islands_seconds(topology, ranks, payload_bytes)
-        found.append(Price("islands", seconds, "analytic"))
+        known = ("library", "one_shot", "two_shot", *_DIRECT[name], "islands")
+        return tuple(Price(algorithm, 0.0, "analytic") for algorithm in known)
+    found = _over_library(name, topology, ranks, payload_bytes)
+    if is_reached(topology, ranks):
+        found += _over_windows(name, topology, ranks, payload_bytes)
     return tuple(found)
 
 
-def _unmeasured(found: Sequence[Price]) -> tuple[float, str]:
-    """A library that nobody measured is taken to run its first, bandwidth-bound algorithm."""
-    return found[0].seconds, found[0].basis
+def is_reached(topology: Topology, ranks: tuple[int, ...]) -> bool:
+    """Whether ranks are on one host and reach each other's memory."""
+    paths = [topology.path(a, b) for a in ranks for b in ranks if a < b]
+    return all(path.direct and not path.crosses_node for path in paths)
 
 
-def _measured(
-    name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes: int
-) -> Price | None:
-    """The library's time by the machine's best founded table, continued at its ends."""
-    for table in machine.tables(name, len(ranks)):
-        if table.algorithm not in ("nccl", "gloo", "rccl"):
-            continue
-        time = table.time_us(payload_bytes)
-        if time is None:
-            (small, least), (large, most) = table.points[0], table.points[-1]
-            time = least if payload_bytes < small else most * payload_bytes / large
-        return Price("library", time * 1e-6, table.basis)
-    return None
+# --- over the library --------------------------------------------------------------------------
+
+
+def _over_library(
+    name: str, topology: Topology, ranks: tuple[int, ...], payload: int
+) -> list[Price]:
+    def library(name: str, payload: int) -> Price:
+        return _library(name, topology, ranks, payload)
+
+    if name != "all_reduce":
+        plain = library("all_to_all" if name == "reduce_scatter" else name, payload)
+        own = "one_shot" if name == "reduce_scatter" else "library"
+        return [Price(own, plain.seconds, plain.basis)]
+    gathered = library("all_gather", len(ranks) * payload)
+    narrow = int(payload * COMPRESSED)
+    return [
+        library(name, payload),
+        Price("one_shot", gathered.seconds, gathered.basis),
+        _in_turn("two_shot", library("all_to_all", payload), library("all_gather", payload)),
+        _in_turn(
+            "two_shot_fp8", library("all_to_all", narrow), library("all_gather", narrow),
+            is_exact=False,
+        ),
+    ]  # fmt: skip
+
+
+def _in_turn(algorithm: str, *rounds: Price, is_exact: bool = True) -> Price:
+    """One round after the other; the least founded figure is the whole's basis."""
+    order = ("measured here", "measured elsewhere", "assumed")
+    least = max(rounds, key=lambda p: order.index(p.basis) if p.basis in order else len(order))
+    return Price(algorithm, sum(p.seconds for p in rounds), least.basis, is_exact)
+
+
+def _library(name: str, topology: Topology, ranks: tuple[int, ...], payload: int) -> Price:
+    """The library's time by the best founded table, continued at its ends; else a ring's.
+
+    Where only its all-reduces were measured, rings of others are as much slower than expected.
+    """
+    shape = "an exchange at once" if name == "all_to_all" else "a ring"
+    made, least = _ring_seconds(name, topology, ranks, payload)
+    for table in _library_tables(name, topology, ranks):
+        seconds = _continued(table, payload)
+        if seconds < _CREDIBLE * least and not is_reached(topology, ranks):
+            basis = f"analytic, as {shape}: the table is of links with peer access"
+            return Price("library", made, basis)
+        return Price("library", seconds, table.basis)
+    for table in _library_tables("all_reduce", topology, ranks):
+        at = _within_table(table, payload)
+        level = _continued(table, at) / _ring_seconds("all_reduce", topology, ranks, at)[0]
+        level = max(level, 1.0)
+        basis = f"analytic, as {shape}, times {level:.2f} as its all_reduce measured"
+        return Price("library", made * level, basis)
+    return Price("library", made, f"analytic, as {shape}: nobody measured the library")
+
+
+def _library_tables(name: str, topology: Topology, ranks: tuple[int, ...]) -> list[Collective]:
+    tables = topology.machine.tables(name, len(ranks))
+    return [table for table in tables if table.algorithm in _LIBRARIES]
+
+
+def _continued(table: Collective, payload: int) -> float:
+    """Seconds by a table, constant below it and proportional above."""
+    time = table.time_us(payload)
+    if time is None:
+        (small, least), (large, most) = table.points[0], table.points[-1]
+        time = least if payload < small else most * payload / large
+    return time * 1e-6
+
+
+def _ring_seconds(
+    name: str, topology: Topology, ranks: tuple[int, ...], payload: int
+) -> tuple[float, float]:
+    """(seconds, those of the wire alone with one latency)."""
+    number, is_mesh = len(ranks), name == "all_to_all"
+    hops = 2 * (number - 1) if name == "all_reduce" else number - 1
+    bandwidth, latency_us = _pattern(topology, ranks, "mesh" if is_mesh else "ring", "write")
+    # A ring waits for the wire at every hop; an exchange has all parts under way at once.
+    waits_us, parts = latency_us, 1
+    if not is_mesh:
+        around = _pairs(ranks, "ring")
+        waits_us = hops * sum(topology.path(a, b).write_latency_us for a, b in around) / number
+        parts = hops
+    wire = parts * payload / number / bandwidth
+    return (_CALL_US + hops * _HOP_US + waits_us) * 1e-6 + wire, latency_us * 1e-6 + wire
+
+
+# --- over windows ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Rounds:
-    """Rounds of one algorithm: (how often, part of the payload each flow carries, pattern)."""
+    """Rounds of an algorithm: how many, which part of the payload each flow carries, which way."""
 
-    count: str
-    part: str
-    pattern: str
-
-    def of(self, num_ranks: int) -> tuple[int, float]:
-        """(number of rounds, part of the payload)."""
-        counts = {"1": 1, "2": 2, "n-1": num_ranks - 1, "2n-2": 2 * (num_ranks - 1)}
-        return counts[self.count], 1.0 if self.part == "all" else 1.0 / num_ranks
+    count: int
+    is_whole: bool
+    mode: str
 
 
-_ROUNDS: dict[str, dict[str, _Rounds]] = {
+_SHARED = _Rounds(1, False, "write")
+_ONE = {"one_shot_push": _SHARED, "one_shot_pull": _Rounds(1, False, "read")}
+_DIRECT: Mapping[str, Mapping[str, _Rounds]] = {
     "all_reduce": {
-        "ring": _Rounds("2n-2", "1/n", "ring"),
-        "one_shot": _Rounds("1", "all", "mesh"),
-        "two_shot": _Rounds("2", "1/n", "mesh"),
+        "one_shot_push": _Rounds(1, True, "write"), "one_shot_pull": _Rounds(1, True, "read"),
+        "two_shot_push": _Rounds(2, False, "write"), "two_shot_pull": _Rounds(2, False, "read"),
     },
-    "all_gather": {
-        "ring": _Rounds("n-1", "1/n", "ring"),
-        "one_shot": _Rounds("1", "1/n", "mesh"),
-    },
-    "reduce_scatter": {
-        "ring": _Rounds("n-1", "1/n", "ring"),
-        "one_shot": _Rounds("1", "1/n", "mesh"),
-    },
-    "all_to_all": {"one_shot": _Rounds("1", "1/n", "mesh")},
-}
+    "all_gather": _ONE, "reduce_scatter": _ONE, "all_to_all": _ONE,
+}  # fmt: skip
 
 
-def _seconds(topology: Topology, ranks: tuple[int, ...], rounds: _Rounds, payload: int) -> float:
-    count, part = rounds.of(len(ranks))
-    bandwidth, latency_us = _pattern(topology, ranks, rounds.pattern)
-    return count * ((latency_us + _ROUND_US) * 1e-6 + payload * part / bandwidth)
+def _over_windows(
+    name: str, topology: Topology, ranks: tuple[int, ...], payload: int
+) -> list[Price]:
+    algorithms = (*_DIRECT[name], "islands")
+    known = [a for a in algorithms if _is_known(name, a, topology, ranks)]
+    return [_levelled(name, algorithm, topology, ranks, payload) for algorithm in known]
+
+
+def _levelled(
+    name: str, algorithm: str, topology: Topology, ranks: tuple[int, ...], payload: int
+) -> Price:
+    """The topology's time, times what a table found beside the topology at the nearest size.
+
+    Another algorithm's table counts too, and one of all-reduces for the other collectives: so the
+    times compared are of one measure.
+    """
+    seconds = _seconds(name, algorithm, topology, ranks, payload)
+    for op in dict.fromkeys((name, "all_reduce")):
+        tables = [t for t in topology.machine.tables(op, len(ranks)) if t.algorithm in _TABLES]
+        for table in sorted(tables, key=lambda t: algorithm not in _TABLES[t.algorithm]):
+            alike = [a for a in _TABLES[table.algorithm] if _is_known(op, a, topology, ranks)]
+            if not alike:
+                continue
+            # Held beside the size at which as much flows from rank to rank.
+            is_whole = op != name and _DIRECT[op].get(alike[0], _SHARED).is_whole
+            at = _within_table(table, payload // len(ranks) if is_whole else payload)
+            expected = min(_seconds(op, a, topology, ranks, at) for a in alike)
+            is_own = op == name and algorithm in alike
+            basis = table.basis if is_own else f"analytic, as {table.algorithm} measured"
+            return Price(algorithm, seconds * _continued(table, at) / expected, basis)
+    return Price(algorithm, seconds, "analytic")
+
+
+def _within_table(table: Collective, payload: int) -> int:
+    """The nearest size that a table answers for."""
+    if not table.points:
+        return payload
+    return min(max(payload, table.points[0][0]), table.points[-1][0])
+
+
+def _is_known(name: str, algorithm: str, topology: Topology, ranks: tuple[int, ...]) -> bool:
+    if algorithm == "islands":
+        return name == "all_reduce" and bool(topology.islands_of(ranks))
+    return algorithm in _DIRECT[name]
+
+
+def _seconds(
+    name: str, algorithm: str, topology: Topology, ranks: tuple[int, ...], payload: int
+) -> float:
+    if algorithm == "islands":
+        return _islands_seconds(topology, ranks, payload)
+    rounds = _DIRECT[name][algorithm]
+    part = 1.0 if rounds.is_whole else 1.0 / len(ranks)
+    bandwidth, latency_us = _pattern(topology, ranks, "mesh", rounds.mode)
+    return rounds.count * ((latency_us + _ROUND_US) * 1e-6 + payload * part / bandwidth)
 
 
 @cache
-def _pattern(topology: Topology, ranks: tuple[int, ...], pattern: str) -> tuple[float, float]:
-    """(bytes/s of the slowest flow, latency of the slowest way) while all flows run."""
-    flows = [Flow(a, b) for a, b in _pairs(ranks, pattern)]
-    shares = topology.share(flows)
-    paths: list[Path] = [topology.path(f.initiator, f.peer) for f in flows]
-    return min(shares), max(p.write_latency_us for p in paths)
+def _pattern(
+    topology: Topology, ranks: tuple[int, ...], pattern: str, mode: str
+) -> tuple[float, float]:
+    """(bytes/s of the slowest flow, latency of the slowest way) while all flows run.
+
+    A reader is told by a write that it may read, and then waits for its answer.
+    """
+    return _flowing(topology, [Flow(a, b, mode) for a, b in _pairs(ranks, pattern)])
+
+
+def _flowing(topology: Topology, flows: Sequence[Flow]) -> tuple[float, float]:
+    paths = [topology.path(f.initiator, f.peer) for f in flows]
+    waits = [
+        p.write_latency_us + (p.read_latency_us if f.mode == "read" else 0.0)
+        for f, p in zip(flows, paths, strict=True)
+    ]
+    return min(topology.share(flows)), max(waits)
 
 
 def _pairs(ranks: Sequence[int], pattern: str) -> list[tuple[int, int]]:
@@ -169,25 +318,20 @@ def _pairs(ranks: Sequence[int], pattern: str) -> list[tuple[int, int]]:
     return [(a, b) for a in ranks for b in ranks if a != b]
 
 
-@cache
-def _islands(topology: Topology, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The ranks by socket or host, () unless there are several islands of one size above 1."""
-    groups = [tuple(r for r in island if r in ranks) for island in topology.islands()]
-    groups = [g for g in groups if g]
-    sizes = {len(g) for g in groups}
-    return tuple(groups) if len(groups) > 1 and len(sizes) == 1 and sizes != {1} else ()
-
-
 def _islands_seconds(topology: Topology, ranks: tuple[int, ...], payload: int) -> float:
     """Reduce-scatter within islands, all-reduce of each part across them, all-gather within."""
-    islands = _islands(topology, ranks)
+    islands = topology.islands_of(ranks)
     size = len(islands[0])
-    within = [_pattern(topology, island, "mesh") for island in islands]
-    inner = min(b for b, _ in within)
-    inner_us = max(us for _, us in within)
+    inner, inner_us = _within(topology, islands)
     across, across_us = _across(topology, islands)
     inside = 2 * ((inner_us + _ROUND_US) * 1e-6 + payload / size / inner)
     return inside + (across_us + _ROUND_US) * 1e-6 + payload / size / across
+
+
+@cache
+def _within(topology: Topology, islands: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
+    """Flows within all islands at once."""
+    return _flowing(topology, [Flow(a, b) for i in islands for a in i for b in i if a != b])
 
 
 @cache
@@ -195,5 +339,4 @@ def _across(topology: Topology, islands: tuple[tuple[int, ...], ...]) -> tuple[f
     """Flows between ranks of the same number in each island, all at once."""
     columns = list(zip(*islands, strict=True))
     flows = [Flow(a, b) for column in columns for a in column for b in column if a != b]
-    shares = topology.share(flows)
-    return min(shares), max(topology.path(f.initiator, f.peer).write_latency_us for f in flows)
+    return _flowing(topology, flows)

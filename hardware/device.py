@@ -6,6 +6,7 @@ limits. Every figure keeps the text of its source.
 
 import math
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from metainfer.hardware.vocabulary import BLOCK_RATES, FEATURES, RATE_FALLS, is_feature, nearest
@@ -150,7 +151,7 @@ class Policy:
 
     Attributes:
         subject: "kernel", "rule", "collective" or "library".
-        name: name of the subject; a trailing ``*`` matches any ending.
+        name: name of the subject, or a shell pattern: ``*_pull`` is every pull.
         stance: "prefer" or "forbid".
         phase: "prefill", "decode" or "any".
         reason: why, shown to the user.
@@ -166,9 +167,7 @@ class Policy:
         """Whether this entry is about the named subject in this phase."""
         if subject != self.subject or self.phase not in ("any", phase):
             return False
-        if self.name.endswith("*"):
-            return name.startswith(self.name[:-1])
-        return name == self.name
+        return fnmatchcase(name, self.name)
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,13 @@ class Topology:
                     near.add_edge(a, b)
         return tuple(sorted(tuple(sorted(part)) for part in nx.connected_components(near)))
 
+    def islands_of(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return ranks by island, () unless there are several islands of one size above 1."""
+        groups = [tuple(r for r in ranks if r in island) for island in self.islands()]
+        groups = [group for group in groups if group]
+        sizes = {len(group) for group in groups}
+        return tuple(groups) if len(groups) > 1 and len(sizes) == 1 and sizes != {1} else ()
+
     def slowest(self, ranks: Sequence[int] | None = None, mode: str = "write") -> Path:
         """Return the slowest way between any two of the ranks (all, if none are given).
 
@@ -196,7 +203,9 @@ class Topology:
         """Return the bandwidth of each of several flows at once, by max-min fairness.
 
         Edges are limited in each direction, in both directions together, and by a switch's
-        posted-write collapse where the flows meet its condition.
+        posted-write collapse where the flows meet its condition. What a link carries in all is
+        stated for the faster of reads and writes; the slower ones get less of it, as a single one
+        does. Flows that go by way of host memory share what its hosts' DMA moves.
 
         Units: bytes/s, in the order of ``flows``.
         """
@@ -214,13 +223,20 @@ class Topology:
             vertices = path.vertices if flow.mode == "write" else path.vertices[::-1]
             for step in pairwise(vertices):
                 one_way.setdefault(step, set()).add(i)
+        reads = {i for i, flow in enumerate(flows) if flow.mode == "read"}
         for (a, b), users in one_way.items():
             link: Link = self.graph.edges[a, b]["link"]
-            limits.append((link.total, frozenset(users)))
+            limits += _limits_of(link, link.total, users, reads)
             back = one_way.get((b, a), set())
             if back and a < b:
-                limits.append((link.both_ways, frozenset(users | back)))
-        return limits + self._collapses(flows)
+                limits += _limits_of(link, link.both_ways, users | back, reads)
+        return limits + self._collapses(flows) + self._staged(flows)
+
+    def _staged(self, flows: Sequence[Flow]) -> list[tuple[float, frozenset[int]]]:
+        """The limit of flows that are copied through host memory."""
+        host = self.machine.host
+        users = [i for i, f in enumerate(flows) if not self.path(f.initiator, f.peer).direct]
+        return [(host.dma_total, frozenset(users))] if host is not None and users else []
 
     def _collapses(self, flows: Sequence[Flow]) -> list[tuple[float, frozenset[int]]]:
         """Limits of switches whose posted-write collapse these flows bring about."""
@@ -250,6 +266,18 @@ class Topology:
         """Root (or else switch) behind which the peer of a flow lies."""
         behind = self.path(flow.initiator, flow.peer).vertices[-2:0:-1]
         return next((v for v in behind if self._kind(v) == "root"), behind[0])
+
+
+def _limits_of(
+    link: Link, whole: float, users: set[int], reads: set[int]
+) -> list[tuple[float, frozenset[int]]]:
+    """Limits of flows over a link: of all together, and of those of the slower mode."""
+    limits = [(whole, frozenset(users))]
+    slower = users & reads if link.read < link.write else users - reads
+    if slower and link.read != link.write:
+        least, most = sorted((link.read, link.write))
+        limits.append((whole * least / most, frozenset(slower)))
+    return limits
 
 
 def _cost(link: Link) -> float:

@@ -13,6 +13,7 @@ class OptionError(MetainferError):
 ACTIVATIONS = ("auto", "f32", "bf16", "fp8")
 WEIGHTS = ("auto", "keep", "f32", "bf16", "int8", "int4", "fp8", "mxfp4")
 KV = ("auto", "f32", "bf16")
+COMPRESSIONS = ("none", "fp8")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Options:
         overlap: whether communication may run beside computation, on streams of their own.
         micro_batches: parts that the rows of a step are cut into where that hides communication; 0
             lets the cost model choose, for steps that gain by it.
+        compress_collectives: what sums over ranks may be sent as: "none" leaves numbers alone,
+            "fp8" allows e4m3 codes with a scale for each 128 values (lossy).
         strict: whether a generic fallback is an error.
         pins: (group, kernel) choices forced by the user; a group is an op name or fused kind.
         forbids: kernels never to be chosen.
@@ -65,6 +68,7 @@ class Options:
     replicas: int = 0
     overlap: bool = True
     micro_batches: int = 0
+    compress_collectives: str = "none"
     strict: bool = False
     pins: tuple[tuple[str, str], ...] = ()
     forbids: tuple[str, ...] = ()
@@ -75,7 +79,11 @@ class Options:
 
         Raises: OptionError naming the field and its legal values.
         """
-        for name, legal in (("activations", ACTIVATIONS), ("weights", WEIGHTS), ("kv", KV)):
+        known = (
+            ("activations", ACTIVATIONS), ("weights", WEIGHTS), ("kv", KV),
+            ("compress_collectives", COMPRESSIONS),
+        )  # fmt: skip
+        for name, legal in known:
             if getattr(self, name) not in legal:
                 raise OptionError(
                     f"{name} = {getattr(self, name)!r} is not known",

@@ -9,7 +9,8 @@ from typing import Any
 
 from metainfer.backends.kernel import Cost, Kernel, Query, Refusal, Repair
 from metainfer.ir.graph import Graph, Op
-from metainfer.ir.streams import meets
+from metainfer.ir.simulate import axis_groups
+from metainfer.ir.streams import meeting_of, meets
 from metainfer.ir.views import VIEW_OPS, moving_values, strided_values
 from metainfer.passes.target import Target
 
@@ -65,7 +66,13 @@ def query_of(
 ) -> Query:
     """The question that kernels' constraints are asked."""
     gaps = frozenset(i for i, v in enumerate(op.operands) if v.name in strided)
-    return Query(op, target.device, limits, gaps)
+    meeting = meeting_of(op)
+    if meeting is None:
+        return Query(op, target.device, limits, gaps)
+    axis, first = str(meeting.attr["axis"]), target.strategy.first_rank
+    groups = axis_groups(target.strategy.mesh, axis)
+    met = tuple(tuple(first + rank for rank in group) for group in groups)
+    return Query(op, target.device, limits, gaps, target.machine, met)
 
 
 def candidates_of(op: Op, query: Query, target: Target) -> tuple[Candidate, ...]:
@@ -87,13 +94,18 @@ def _ban(kernel: Kernel, op: Op, target: Target) -> str:
         return "--forbid"
     if kernel.error and target.strategy.exact:
         return f"adds a relative error of {kernel.error:.1e}, exact kernels are wanted"
+    if kernel.option:
+        name, _, value = kernel.option.partition("=")
+        if getattr(target.options, name) != value:
+            flag = f"--{name.replace('_', '-')} {value}"
+            return f"it changes numbers by up to {kernel.error:.1e}: only with {flag}"
     phase, names = target.strategy.phase, [("kernel", kernel.name)]
     if meets(op):
         names.append(("collective", kernel.name.removeprefix(f"{kernel.backend}.{kernel.op}_")))
     for subject, name in names:
         for policy in target.machine.stances(subject, name, phase):
             if policy.stance == "forbid":
-                return f"policy of the machine: {policy.reason}"
+                return f"policy of the machine against {policy.name}: {policy.reason}"
     return ""
 
 

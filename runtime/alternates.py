@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from metainfer.backends.kernel import Kernel
 from metainfer.backends.registry import Backends
-from metainfer.hardware.collective_cost import prices
+from metainfer.hardware.collective_cost import is_forbidden, prices
 from metainfer.hardware.machine import Machine
 from metainfer.ir.graph import Choice, Graph, Module, Op
 from metainfer.ir.streams import meeting_of
@@ -38,10 +38,14 @@ class Alternates:
         cost = {p.algorithm: p.seconds for p in prices(op, self.machine, ranks, payload_bytes)}
         found = [k for k in self.backends.kernels.candidates(op) if self._may(k, broken)]
         names = [k.name.rpartition(f".{op}_")[2] for k in found]
-        return sorted(names, key=lambda name: cost.get(name, float("inf")))
+        # What has no price is not for these ranks; what the machine's policy forbids is neither.
+        usable = [n for n in names if n in cost and not is_forbidden(self.machine, n, "any")]
+        return sorted(usable, key=lambda name: cost[name])
 
     def _may(self, kernel: Kernel, broken: frozenset[str]) -> bool:
-        return kernel.name not in broken and not (self.is_exact and kernel.error)
+        """Whether a kernel works, and changes no more than the plan's do."""
+        is_apt = not kernel.option and not (self.is_exact and kernel.error)
+        return is_apt and kernel.name not in broken
 
 
 def without(module: Module, broken: frozenset[str], alternates: Alternates) -> Module | None:

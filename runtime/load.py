@@ -77,7 +77,8 @@ def load(
         provider = _provider(found, weights, allow_checkpoint_mismatch)
         return LoadedModel(found, machine, provider, installed(), num_threads)
     settings = apply_settings(machine, os.environ)
-    ranks = join(found.layout, found.hash, process, machine.device(0).kind, time_limit_s)
+    kind = machine.device(0).kind
+    ranks = join(found.layout, found.hash, process, kind, time_limit_s, machine.topology())
     try:
         is_exact = bool(found.meta["options"].get("exact"))
         modules = {phase: found.module(phase, ranks.stage) for phase in found.phases}

@@ -5,7 +5,7 @@ axis follows from the plan's layout: stages are outermost, then replicas, then t
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from metainfer.backends.ranks.context import RankContext, set_context
+from metainfer.backends.ranks.context import RankContext, Team, set_context
 from metainfer.backends.ranks.meeting import meeting
+from metainfer.hardware.topology import Topology
 from metainfer.ir.errors import PlanError
 from metainfer.ir.simulate import axis_groups, axis_numbers
 from metainfer.ir.strategy import Layout
@@ -165,7 +166,10 @@ def numbers_in(layout: Layout, rank: int) -> dict[str, int]:
     return {axis: axis_numbers(layout.mesh, axis)[place] for axis, _ in layout.mesh.axes}
 
 
-def join(layout: Layout, plan_hash: str, process: Process, kind: str, limit_s: float) -> Ranks:
+def join(
+    layout: Layout, plan_hash: str, process: Process, kind: str, limit_s: float,
+    topology: Topology | None = None,
+) -> Ranks:  # fmt: skip
     """Meet all ranks, agree that all have the same plan, and form the groups.
 
     Args:
@@ -174,6 +178,7 @@ def join(layout: Layout, plan_hash: str, process: Process, kind: str, limit_s: f
         process: this one.
         kind: "cpu" or "gpu".
         limit_s: seconds that a meeting may take from then on.
+        topology: of the plan's machine: which ranks are islands; None if that is no matter.
 
     Raises: PlanError on all ranks if their plans differ, or they are not as many as planned;
         RankError if one is gone.
@@ -187,7 +192,7 @@ def join(layout: Layout, plan_hash: str, process: Process, kind: str, limit_s: f
             _agree(plan_hash, process)
         check_world(layout, process.world)
         with meeting("the forming of groups", process.rank, everybody, JOIN_LIMIT_S):
-            return _form(layout, process, kind, limit_s, is_owner)
+            return _form(layout, process, kind, limit_s, is_owner, topology)
     except BaseException:
         if is_owner:
             dist.destroy_process_group()
@@ -226,7 +231,10 @@ def _agree(plan_hash: str, process: Process) -> None:
     )
 
 
-def _form(layout: Layout, process: Process, kind: str, limit_s: float, is_owner: bool) -> Ranks:
+def _form(
+    layout: Layout, process: Process, kind: str, limit_s: float, is_owner: bool,
+    topology: Topology | None,
+) -> Ranks:  # fmt: skip
     """Form the groups; every rank must ask for all of them in the same order."""
     backend, device = "gloo", torch.device("cpu")
     if kind == "gpu":
@@ -236,13 +244,23 @@ def _form(layout: Layout, process: Process, kind: str, limit_s: float, is_owner:
     limit = timedelta(seconds=limit_s * (2 * FIRST_TIMES if kind == "gpu" else 1))
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=_WORK_LIMIT_S))
     groups, peers = {}, {}
+    inner: dict[str, Team] = {}
+    outer: dict[str, Team] = {}
+
+    def met(members: Sequence[int]) -> Any:
+        return dist.new_group(list(members), backend=backend, timeout=limit)
+
     for stage in range(layout.pp):
         for axis, _ in layout.mesh.axes:
             for places in axis_groups(layout.mesh, axis):
                 members = tuple(stage * layout.stage_ranks + place for place in places)
-                group = dist.new_group(list(members), backend=backend, timeout=limit)
+                group = met(members)
                 if process.rank in members:
                     groups[axis], peers[axis] = group, members
+                islands = topology.islands_of(members) if topology is not None else ()
+                inner |= _teams(f"{axis}.inner", axis, islands, process.rank, met)
+                columns = tuple(zip(*islands, strict=True))
+                outer |= _teams(f"{axis}.outer", axis, columns, process.rank, met)
     before = after = None
     for rank in range((layout.pp - 1) * layout.stage_ranks):
         pair = (rank, rank + layout.stage_ranks)
@@ -253,5 +271,20 @@ def _form(layout: Layout, process: Process, kind: str, limit_s: float, is_owner:
         elif process.rank == pair[1]:
             before = group
     numbers = numbers_in(layout, process.rank)
-    set_context(RankContext(layout.mesh, process.rank, numbers, groups, peers, limit_s))
+    set_context(
+        RankContext(layout.mesh, process.rank, numbers, groups, peers, limit_s, inner, outer)
+    )
     return Ranks(layout, process, device, control, groups, before, after, limit_s, is_owner)
+
+
+def _teams(
+    name: str, axis: str, teams: Sequence[tuple[int, ...]], rank: int,
+    met: Callable[[Sequence[int]], Any],
+) -> dict[str, Team]:  # fmt: skip
+    """Form the groups of teams, in one order on all ranks; the one that a rank belongs to."""
+    found = {}
+    for members in teams:
+        group = met(members)
+        if rank in members:
+            found[axis] = Team(name, group, tuple(members), members.index(rank))
+    return found

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +13,17 @@ import torch
 from captures import Recorder
 
 import metainfer
+from metainfer.backends.ranks import windows
+from metainfer.backends.ranks.context import current, team_of
+from metainfer.backends.ranks.direct import DIRECT
+from metainfer.backends.ranks.windows import window_of
 from metainfer.backends.registry import installed
 from metainfer.backends.torch.call import TorchBinder, TorchCall
 from metainfer.backends.torch.tensors import to_torch
+from metainfer.hardware import load_machine
+from metainfer.hardware.topology import Topology
 from metainfer.ir.dtypes import Scalar, parse_dtype
+from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Op, Value, attrs_of
 from metainfer.ir.ops.collective import exchange
 from metainfer.ir.ops.record import infer_types, op_def
@@ -104,6 +112,80 @@ def load_plan(plans: Sequence[Path]) -> None:
     metainfer.load(plans[process.rank], allow_machine_mismatch=True).close()
 
 
+def delayed_sums(algorithm: str, late: str, halves: int) -> int:
+    """How many of many sums in a row are wrong where a rank is slow to write, or to read.
+
+    Args:
+        algorithm: over windows.
+        late: "reading" or "writing".
+        halves: of a window that are used; 2 is how windows are.
+    """
+    process = launched()
+    assert process is not None
+    ranks = join(Layout(tp=process.world), "none", process, "cpu", 20.0)
+    try:
+        team = team_of("tp")
+        window = window_of(team, 1 << 10, torch.device("cpu"))
+        meet, wrong = window.barrier, 0
+
+        def barrier() -> None:
+            if late == "writing" and process.rank == 1:
+                time.sleep(0.02)
+            meet()
+            if late == "reading" and process.rank == 1:
+                time.sleep(0.02)
+
+        window.barrier = barrier
+        for number in range(12):
+            if halves == 1:
+                window.used = 0
+            x = torch.full((64,), float(number * 10 + process.rank))
+            out = torch.empty_like(x)
+            DIRECT["all_reduce"][algorithm](x, out, team)
+            total = sum(float(number * 10 + rank) for rank in range(process.world))
+            wrong += not torch.equal(out, torch.full_like(out, total))
+        found = torch.tensor([wrong])
+        torch.distributed.all_reduce(found, group=ranks.control)
+        return int(found.item())
+    finally:
+        ranks.close()
+
+
+def windows_made(sizes: Sequence[int]) -> tuple[list[int], list[str]]:
+    """Halves of the windows that calls of these sizes made, and mappings left after the end."""
+    process = launched()
+    assert process is not None
+    ranks = join(Layout(tp=process.world), "none", process, "cpu", 20.0)
+    for size in sizes:
+        window_of(team_of("tp"), size, torch.device("cpu"))
+    halves = sorted(half for _, half in current().windows)
+    assert "memfd:window (deleted)" in Path("/proc/self/maps").read_text()
+    ranks.close()
+    left = Path("/proc/self/maps").read_text().splitlines()
+    return halves, [line for line in left if "memfd:window" in line]
+
+
+def windows_refused(guilty: int) -> str:
+    """A rank cannot map the memory: what all are told."""
+    process = launched()
+    assert process is not None
+    ranks = join(Layout(tp=process.world), "none", process, "cpu", 20.0)
+    plain = windows._map
+
+    def refusing(path: str, size: int) -> Any:
+        raise PermissionError("not allowed here")
+
+    try:
+        windows._map = refusing if process.rank == guilty else plain
+        window_of(team_of("tp"), 5, torch.device("cpu"))
+    except Unsupported as error:
+        return error.what
+    finally:
+        windows._map = plain
+        ranks.close()
+    return "made"
+
+
 # --- collectives -------------------------------------------------------------------------------
 
 
@@ -127,7 +209,7 @@ def differences(cases: Sequence[tuple[str, str, Sequence[int], str, dict[str, An
     """Cases in which an algorithm is not `exchange`, with how far it is off."""
     process = launched()
     assert process is not None
-    ranks = join(Layout(tp=process.world), "none", process, "cpu", 20.0)
+    ranks = join(Layout(tp=process.world), "none", process, "cpu", 20.0, _near(process.world))
     found = []
     try:
         for algorithm, name, shape, dtype, attrs in cases:
@@ -144,6 +226,19 @@ def differences(cases: Sequence[tuple[str, str, Sequence[int], str, dict[str, An
     finally:
         ranks.close()
     return found
+
+
+def _near(world: int) -> Topology:
+    """Of a machine whose ranks are in two islands, where they are even."""
+    machine = load_machine("8xpcie")
+    middle = 4 - world // 2 if world % 2 == 0 else 0
+    devices = machine.devices[middle : middle + world]
+    kept = {device.name for device in devices}
+    links = tuple(
+        link for link in machine.links if kept & set(link.ends) or link.kind == "xgmi"
+    )  # fmt: skip
+    placed = tuple(replace(device, rank=rank) for rank, device in enumerate(devices))
+    return replace(machine, devices=placed, links=links).topology()
 
 
 @contextmanager
@@ -191,6 +286,24 @@ def answer_with_a_liar(
             engine = Engine(model, end_ids=())
             (found,) = engine.generate([prompt], SamplingParams(max_tokens=max_tokens))
             return model.notes, found.token_ids
+
+
+def answer_without_windows(
+    plan: Path, prompt: Sequence[int], max_tokens: int
+) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+    """Load and answer where the last rank can map no memory of another."""
+    process = launched()
+    assert process is not None
+    plain = windows._map
+
+    def refusing(path: str, size: int) -> Any:
+        raise PermissionError("not allowed here")
+
+    try:
+        windows._map = refusing if process.rank else plain
+        return answer_with_a_liar(plan, (), 0, prompt, max_tokens)
+    finally:
+        windows._map = plain
 
 
 def _wrong(kernel: str) -> Callable[[TorchCall], None]:

@@ -1,8 +1,9 @@
-"""Algorithms of collectives, each written over torch.distributed's transports.
+"""Algorithms of collectives: over torch.distributed's transports, and over windows.
 
-``library`` leaves the algorithm to NCCL or gloo. ``one_shot`` and ``two_shot`` exchange parts and
-sum them here, in float32 and rank order, rounded once: the same numbers as the reference, on every
-rank, whatever the transport.
+``library`` leaves the algorithm to NCCL or gloo. ``one_shot`` and ``two_shot`` exchange parts by it
+and sum them here, in float32 and rank order, rounded once: the same numbers as the reference, on
+every rank, whatever the transport. Those that ``push`` or ``pull`` move data themselves, through
+memory that the ranks share (`backends.ranks.direct`).
 """
 
 from collections.abc import Callable
@@ -11,13 +12,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from metainfer.backends.ranks.context import current, group_of, number_along
+from metainfer.backends.ranks.context import (
+    current,
+    group_of,
+    island_teams,
+    number_along,
+    team_of,
+)
+from metainfer.backends.ranks.direct import DIRECT, Algorithm, islands
 from metainfer.backends.ranks.meeting import meeting
+from metainfer.backends.ranks.rounds import sum_parts
 from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.quantize import quantize
+from metainfer.ir.dtypes import FP8_GROUP
 
 Run = Callable[[TorchCall], None]
 # What the transport's own sum adds: it rounds to the element type between hops.
 LIBRARY_ERROR = 2.0**-9
+COMPRESSED = "two_shot_fp8"
+# Half a step of e4m3, which has three bits behind the leading one: of each part, and of the sum.
+FP8_ERROR = 2 * 2.0**-4
 
 
 def group_of_call(call: TorchCall) -> Any:
@@ -54,15 +68,6 @@ def _exchange_flat(x: torch.Tensor, group: Any) -> torch.Tensor:
     return made
 
 
-def _sum(parts: torch.Tensor) -> torch.Tensor:
-    """Sum over the first dim in its order; narrow floats in float32."""
-    wide = parts.float() if parts.is_floating_point() else parts
-    total = wide[0].clone()
-    for part in wide[1:]:
-        total += part
-    return total.to(parts.dtype)
-
-
 def all_reduce_library(call: TorchCall) -> None:
     """The transport's own all-reduce, which may round between hops."""
     call.outputs[0].copy_(call.inputs[0])
@@ -72,7 +77,7 @@ def all_reduce_library(call: TorchCall) -> None:
 def all_reduce_one_shot(call: TorchCall) -> None:
     """Everybody gets every part and sums: one round, ranks times the bytes."""
     parts = gather_flat(call.inputs[0], group_of_call(call), int(call.attrs["ranks"]))
-    call.outputs[0].view(-1).copy_(_sum(parts))
+    call.outputs[0].view(-1).copy_(sum_parts(tuple(parts)))
 
 
 def two_shot_sum(call: TorchCall) -> torch.Tensor:
@@ -81,7 +86,7 @@ def two_shot_sum(call: TorchCall) -> torch.Tensor:
     flat = x.contiguous().view(-1)
     size = -(-flat.numel() // ranks)
     padded = torch.nn.functional.pad(flat, (0, size * ranks - flat.numel()))
-    own_part = _sum(_exchange_flat(padded, group).view(ranks, size))
+    own_part = sum_parts(tuple(_exchange_flat(padded, group).view(ranks, size)))
     return gather_flat(own_part, group, ranks).view(-1)[: flat.numel()].view(x.shape)
 
 
@@ -98,7 +103,7 @@ def parts_to_sum(call: TorchCall) -> torch.Tensor:
 
 def reduce_scatter_one_shot(call: TorchCall) -> None:
     """Each rank gets its part of every rank's tensor and sums."""
-    call.outputs[0].copy_(_sum(parts_to_sum(call)))
+    call.outputs[0].copy_(sum_parts(tuple(parts_to_sum(call))))
 
 
 def all_gather_library(call: TorchCall) -> None:
@@ -120,6 +125,123 @@ def all_to_all_library(call: TorchCall) -> None:
 def _split(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
     """Parts of a dim, stacked: [ranks, ...]."""
     return torch.stack(torch.chunk(x, ranks, dim=dim)).contiguous()
+
+
+def all_reduce_two_shot_fp8(call: TorchCall) -> None:
+    """As two_shot, with e4m3 codes and a scale for each 128 values on the wire, both ways.
+
+    What ranks receive are the same codes everywhere, one's own included: all get the same sum.
+    """
+    x, ranks, group = call.inputs[0], int(call.attrs["ranks"]), group_of_call(call)
+    extent = FP8_GROUP.block[-1]
+    part = -(-x.numel() // ranks // extent) * extent
+    whole = torch.nn.functional.pad(flat(x), (0, part * ranks - x.numel()))
+    got = _exchange_flat(_coded(whole.view(ranks, part)).view(-1), group).view(ranks, -1)
+    own = sum_parts(tuple(_decoded(got, part)))
+    sums = gather_flat(_coded(own[None]), group, ranks)
+    call.outputs[0].copy_(_decoded(sums, part).view(-1)[: x.numel()].view(x.shape))
+
+
+def _coded(x: torch.Tensor) -> torch.Tensor:
+    """Rows as bytes: codes, then their scales. Shapes: x [rows, part] -> u8 [rows, bytes]."""
+    codes, scales = quantize(x.float(), FP8_GROUP)
+    return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), dim=1)
+
+
+def _decoded(rows: torch.Tensor, part: int) -> torch.Tensor:
+    """Shapes: u8 [rows, bytes] -> f32 [rows, part]."""
+    codes = rows[:, :part].view(torch.float8_e4m3fn).float()
+    scales = rows[:, part:].contiguous().view(torch.float32)
+    return (codes.view(*scales.shape, -1) * scales[..., None]).view(-1, part)
+
+
+# --- over windows ------------------------------------------------------------------------------
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """Elements in one dense row."""
+    return x.contiguous().view(-1)
+
+
+def received(call: TorchCall, algorithm: Algorithm) -> torch.Tensor:
+    """What a sum over windows gives this rank, in memory of its own."""
+    x, team = call.inputs[0], team_of(str(call.attrs["axis"]))
+    if "dim" not in call.attrs:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        algorithm(flat(x), out.view(-1), team)
+        return out
+    parts = _split(x, int(call.attrs["dim"]), team.size)
+    out = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
+    algorithm(flat(parts), out.view(-1), team)
+    return out
+
+
+def _into(call: TorchCall, shape: tuple[int, ...]) -> torch.Tensor:
+    """Where an algorithm may write at once: the result, if it is dense and of this shape."""
+    out = call.outputs[0]
+    if out.is_contiguous() and out.numel() == torch.Size(shape).numel():
+        return out.view(shape)
+    return torch.empty(shape, dtype=out.dtype, device=out.device)
+
+
+def _direct_sum(algorithm: Algorithm) -> Run:
+    def run(call: TorchCall) -> None:
+        x, team = call.inputs[0], team_of(str(call.attrs["axis"]))
+        dim = int(call.attrs.get("dim", 0))
+        out = _into(call, tuple(call.outputs[0].shape))
+        algorithm(flat(x if dim == 0 else _split(x, dim, team.size)), out.view(-1), team)
+        _hand_over(out, call)
+
+    return run
+
+
+def _direct_gather(algorithm: Algorithm) -> Run:
+    def run(call: TorchCall) -> None:
+        x, dim, team = call.inputs[0], int(call.attrs["dim"]), team_of(str(call.attrs["axis"]))
+        shape = (team.size, *x.shape)
+        out = _into(call, shape) if dim == 0 else x.new_empty(shape)
+        algorithm(flat(x), out.view(-1), team)
+        _hand_over(out if dim == 0 else torch.cat(tuple(out), dim=dim), call)
+
+    return run
+
+
+def _direct_exchange(algorithm: Algorithm) -> Run:
+    def run(call: TorchCall) -> None:
+        team = team_of(str(call.attrs["axis"]))
+        source, target = int(call.attrs["source"]), int(call.attrs["target"])
+        parts = _split(call.inputs[0], target, team.size)
+        out = _into(call, tuple(parts.shape)) if source == 0 else torch.empty_like(parts)
+        algorithm(flat(parts), out.view(-1), team)
+        _hand_over(out if source == 0 else torch.cat(tuple(out), dim=source), call)
+
+    return run
+
+
+def _hand_over(made: torch.Tensor, call: TorchCall) -> None:
+    out = call.outputs[0]
+    if made.data_ptr() != out.data_ptr():
+        out.copy_(made.reshape(out.shape))
+
+
+def all_reduce_islands(call: TorchCall) -> None:
+    """Within islands, across them, within again."""
+    x = call.inputs[0]
+    out = _into(call, tuple(x.shape))
+    islands(flat(x), out.view(-1), island_teams(str(call.attrs["axis"])))
+    _hand_over(out, call)
+
+
+_OVER_WINDOWS: dict[str, Callable[[Algorithm], Run]] = {
+    "all_reduce": _direct_sum,
+    "reduce_scatter": _direct_sum,
+    "all_gather": _direct_gather,
+    "all_to_all": _direct_exchange,
+}
+
+
+def _direct(name: str) -> dict[str, Run]:
+    return {algorithm: _OVER_WINDOWS[name](run) for algorithm, run in DIRECT[name].items()}
 
 
 def take_shard(call: TorchCall) -> None:
@@ -145,9 +267,12 @@ ALGORITHMS: dict[str, dict[str, Run]] = {
         "library": all_reduce_library,
         "one_shot": all_reduce_one_shot,
         "two_shot": all_reduce_two_shot,
+        **_direct("all_reduce"),
+        "islands": all_reduce_islands,
+        COMPRESSED: all_reduce_two_shot_fp8,
     },
-    "reduce_scatter": {"one_shot": reduce_scatter_one_shot},
-    "all_gather": {"library": all_gather_library},
-    "all_to_all": {"library": all_to_all_library},
+    "reduce_scatter": {"one_shot": reduce_scatter_one_shot, **_direct("reduce_scatter")},
+    "all_gather": {"library": all_gather_library, **_direct("all_gather")},
+    "all_to_all": {"library": all_to_all_library, **_direct("all_to_all")},
 }
 OWN: dict[str, Run] = {"take_shard": take_shard, "local_index": local_index}

@@ -19,8 +19,11 @@ from metainfer.backends.ranks.algorithms import (
     group_of_call,
     guarded,
     parts_to_sum,
+    received,
     two_shot_sum,
 )
+from metainfer.backends.ranks.constraints import requires_of, window_of_query
+from metainfer.backends.ranks.direct import DIRECT
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.triton.emit.source import body_of, emit
 from metainfer.backends.triton.interpreter import prepare
@@ -137,6 +140,11 @@ _RECEIVE: Mapping[tuple[str, str], tuple[Receive, bool]] = {
         }.items()
     },
     (SCATTERED, "one_shot"): (parts_to_sum, False),
+    **{
+        (kind, algorithm): (partial(received, algorithm=run), True)
+        for kind, name in ((KIND, "all_reduce"), (SCATTERED, "reduce_scatter"))
+        for algorithm, run in DIRECT[name].items()
+    },
 }
 
 
@@ -156,8 +164,11 @@ def register_fused(kernels: Registry) -> None:
         kernels.add(
             Kernel(
                 f"ranks.{kind}_{algorithm}", kind, "ranks",
-                requires=(device_kind("gpu"), feature("triton"), EMITTED),
+                requires=(
+                    device_kind("gpu"), feature("triton"), *requires_of(algorithm), EMITTED,
+                ),
                 error=LIBRARY_ERROR if algorithm == "library" else 0.0,
+                window=window_of_query(algorithm),
                 binder=MeetingBinder(_launches(is_whole), receive),
             )
         )  # fmt: skip

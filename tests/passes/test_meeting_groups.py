@@ -102,9 +102,8 @@ def compiled(**options: Any) -> Module:
 def test_algorithms_are_chosen_and_tested_by_themselves() -> None:
     made = compiled()
     group = made.main.ops[-1]
-    assert {c.kernel.rsplit("_", 2)[0] for c in group.choices} <= {
-        f"ranks.{KIND}", f"ranks.{KIND}_one", f"ranks.{KIND}_two",
-    }  # fmt: skip
+    assert group.choices
+    assert all(c.kernel.startswith(f"ranks.{KIND}_") for c in group.choices)
     found = trials([made])
     assert found
     for trial in found:
@@ -114,7 +113,7 @@ def test_algorithms_are_chosen_and_tested_by_themselves() -> None:
 
 
 def test_a_group_whose_kernels_are_forbidden_is_split() -> None:
-    algorithms = ("library", "one_shot", "two_shot")
-    made = compiled(forbids=tuple(f"ranks.{KIND}_{a}" for a in algorithms))
+    kernels = [k.name for k in installed().kernels.all() if k.op == KIND]
+    made = compiled(forbids=tuple(kernels))
     assert kinds(made) == ["linear", "all_reduce", "add", "rms_norm"]
     assert all(op.choices for op in made.main.ops)

@@ -87,10 +87,11 @@ def test_prefill_over_pcie_hides_communication() -> None:
     before, after = predicted(serial, target, 8192), predicted(made, target, 8192)
     assert after["seconds"] < 0.85 * before["seconds"]
     # Nothing beats the busier of the two; all computation but that of the first part is hidden.
+    # Parts meet more often, which costs a little in all.
     first_part = (before["seconds"] - before["meeting_seconds"]) / 4
-    assert (
-        before["meeting_seconds"] < after["seconds"] < before["meeting_seconds"] + 1.5 * first_part
-    )
+    busy = before["meeting_seconds"], after["meeting_seconds"]
+    assert busy[0] < after["seconds"] < busy[1] + 1.5 * first_part
+    assert busy[1] < 1.1 * busy[0]
     assert before["hidden_seconds"] == 0
     (line,) = [d for d in target.report.decisions if d.place == "overlap main"]
     data = dict(line.data)

@@ -71,6 +71,10 @@ def compile_model(
     micro_batches: Annotated[
         int, typer.Option(help="parts of a step's rows for that, 0 to let the compiler choose")
     ] = 0,
+    compress_collectives: Annotated[
+        str,
+        typer.Option(metavar="FORMAT", help="of sums between ranks: none, fp8 (changes numbers)"),
+    ] = "none",
     strict: Annotated[
         bool, typer.Option("--strict", help="refuse generic kernels: exit code 3 if one is needed")
     ] = False,
@@ -94,7 +98,8 @@ def compile_model(
         activations=activations, weights=weights, exact=exact, kv=kv, max_tokens=max_tokens,
         max_sequences=max_sequences, max_context=max_context, page_size=page_size,
         memory_fraction=memory_fraction, tp=tp, dp=dp, pp=pp, ep=ep, routing=routing,
-        replicas=replicas, overlap=overlap, micro_batches=micro_batches, strict=strict,
+        replicas=replicas, overlap=overlap, micro_batches=micro_batches,
+        compress_collectives=compress_collectives, strict=strict,
         pins=read_pins(pin), forbids=tuple(forbid or ()), skip_passes=tuple(skip_pass or ()),
     )  # fmt: skip
     machine = load_machine(hw)
