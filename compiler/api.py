@@ -239,8 +239,11 @@ def _layout(given: Job, module: Module, strategies: Mapping[str, Strategy]) -> L
         before = takewhile(lambda p: p.name != "shard", PIPELINE)
         return run_passes(whole, target, tuple(before))[0]
 
+    costs = CostModel(
+        given.backends.layouts, compression=given.options.compress_collectives
+    )  # fmt: skip
     return choose_layout(
-        bounded, strategy, given.options, given.machine, CostModel(given.backends.layouts),
+        bounded, strategy, given.options, given.machine, costs,
         given.backends.kernels, given.report, draft,
     )  # fmt: skip
 
@@ -453,7 +456,13 @@ def _run_phase(
         strategy,
         given.options,
         given.backends.kernels,
-        CostModel(given.backends.layouts, given.machine, strategy.mesh, strategy.first_rank),
+        CostModel(
+            given.backends.layouts,
+            given.machine,
+            strategy.mesh,
+            strategy.first_rank,
+            given.options.compress_collectives,
+        ),
         report,
         given.routing,
         given.constants,

@@ -18,7 +18,7 @@ from metainfer.ir.errors import HardwareError
 from metainfer.ir.graph import Graph, Op, Value
 from metainfer.ir.ops.record import op_def, op_sizes
 from metainfer.ir.simulate import axis_groups
-from metainfer.ir.streams import meeting_of
+from metainfer.ir.streams import meeting_of, payload_bytes
 from metainfer.ir.types import Mesh, StateType, TensorType
 
 
@@ -31,12 +31,14 @@ class CostModel:
         machine: where collectives run; None where there are none.
         mesh: axes over the ranks of one stage.
         first_rank: where they begin among the machine's ranks.
+        compression: what sums may be sent as (`ir.options.Options.compress_collectives`).
     """
 
     layouts: LayoutRegistry
     machine: Machine | None = None
     mesh: Mesh = field(default_factory=Mesh)
     first_rank: int = 0
+    compression: str = "none"
 
     def kernel(
         self, kernel: Kernel, op: Op, device: Device, env: Mapping[str, int], waste: float = 0.0
@@ -128,7 +130,7 @@ class CostModel:
         if meeting is not None and self.machine is not None:
             payload = payload_bytes(meeting, env)
             machine, groups = self.machine, self._groups(meeting)
-            least = max(cheapest(meeting.name, machine, g, payload).seconds for g in groups)
+            least = max(self.collective(meeting.name, machine, g, payload) for g in groups)
             moved = _pass_bytes(op.body, meeting, env) if op.body is not None else 0
             least += moved / device.memory_bandwidth.sustained
             return Cost(least, 0, payload + moved, "fabric")
@@ -142,7 +144,8 @@ class CostModel:
         self, name: str, machine: Machine, ranks: Sequence[int], payload_bytes: int
     ) -> float:
         """Seconds of a collective by the cheapest algorithm (`hardware.collective_cost`)."""
-        return cheapest(name, machine, tuple(ranks), payload_bytes).seconds
+        is_exact = self.compression == "none"
+        return cheapest(name, machine, tuple(ranks), payload_bytes, is_exact=is_exact).seconds
 
     def launch_seconds(self, device: Device, backend: str = "") -> float:
         """Time of one launch.
@@ -175,12 +178,6 @@ def _arithmetic(op: Op) -> str:
             dtype = value.type.dtype
             return "f32" if isinstance(dtype, Block) else dtype.name
     return "f32"
-
-
-def payload_bytes(op: Op, env: Mapping[str, int]) -> int:
-    """Bytes of a collective in local form, as `hardware.machine.Collective` counts them."""
-    value = op.result if op.name in ("all_reduce", "all_gather") else op.operands[0]
-    return value.tensor.bytes_at(env)
 
 
 def work_of(op: Op, env: Mapping[str, int]) -> tuple[int, int]:

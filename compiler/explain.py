@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from metainfer.compiler.crossovers import Crossover, crossovers_of
 from metainfer.compiler.schedules import ScheduleReport, is_schedule, schedule_report
 from metainfer.ir.errors import PlanError
 from metainfer.ir.graph import Op
@@ -60,6 +61,7 @@ class GroupReport:
         source: line of the model.
         kernel: taken at the judged sizes.
         table: kernels by size.
+        crossovers: of a collective, algorithms by bytes; () for other groups.
         seconds: predicted.
         roofline_seconds: what no kernel can beat.
         bound: "memory", "compute" or "latency".
@@ -85,6 +87,7 @@ class GroupReport:
     source: str
     kernel: str
     table: tuple[SizeRow, ...]
+    crossovers: tuple[Crossover, ...]
     seconds: float
     roofline_seconds: float
     bound: str
@@ -270,6 +273,7 @@ def _report(
         source=data["source"],
         kernel=decision["chosen"],
         table=_table(data["table"]),
+        crossovers=crossovers_of(data),
         seconds=data["seconds"],
         roofline_seconds=data["roofline_seconds"],
         bound=data["bound"],

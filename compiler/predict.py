@@ -1,7 +1,7 @@
 """Predicted times of a compiled phase: per group and in sum, at the sizes that users ask about."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from metainfer.backends.kernel import Cost, Query
@@ -82,7 +82,9 @@ def group_costs(
             repairs = kernel.repairs_for(kernel.refusals(query)) or ()
             waste = sum(r.waste(query) for r in repairs)
             cost = model.kernel(kernel, op, device, env, waste)
-            least = model.roofline(op, device, env, kernel.efficiency.rate)
+            # What a kernel compresses is bounded by compressed bytes.
+            bound = replace(model, compression=kernel.option.partition("=")[2] or "none")
+            least = bound.roofline(op, device, env, kernel.efficiency.rate)
             cache[key] = cost, least.seconds
         found.append(GroupCost(item, kernel.name, *cache[key]))
     return found

@@ -58,16 +58,21 @@ class Price:
     is_exact: bool = True
 
 
-def cheapest(name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes: int) -> Price:
-    """The cheapest exact algorithm that the machine allows in any phase.
+def cheapest(
+    name: str, machine: Machine, ranks: tuple[int, ...], payload_bytes: int,
+    *, is_exact: bool = True,
+) -> Price:  # fmt: skip
+    """The cheapest algorithm that the machine allows in any phase.
 
     Args:
         name: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
         machine: where the ranks are.
         ranks: who takes part.
         payload_bytes: as of `hardware.machine.Collective`.
+        is_exact: whether only those count that add no more than rounding does.
     """
-    found = [p for p in prices(name, machine, ranks, payload_bytes) if p.is_exact]
+    every = prices(name, machine, ranks, payload_bytes)
+    found = [p for p in every if p.is_exact or not is_exact]
     allowed = [p for p in found if not is_forbidden(machine, p.algorithm, "any")]
     return min(allowed or found, key=lambda p: p.seconds)
 

@@ -284,6 +284,12 @@ def meeting_of(op: Op) -> Op | None:
     return next((o for o in inner if o.name in MEETING), None)
 
 
+def payload_bytes(meeting: Op, env: Mapping[str, int]) -> int:
+    """Bytes of a collective in local form: what every rank has in the end, or gives."""
+    value = meeting.result if meeting.name in ("all_reduce", "all_gather") else meeting.operands[0]
+    return value.tensor.bytes_at(env)
+
+
 def is_empty(op: Op, env: Mapping[str, int]) -> bool:
     """Whether an op makes nothing at these sizes, and need not run: a part without rows."""
     shapes = [v.tensor.concrete(env) for v in op.results if not v.is_state]

@@ -11,12 +11,13 @@ is a fallback, which --strict makes an error.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from metainfer.backends.kernel import Cost, Query
 from metainfer.ir.errors import StrictError, Unsupported
 from metainfer.ir.graph import Choice, Graph, Module, Op, Value
 from metainfer.ir.printer import print_op
-from metainfer.ir.streams import meets
+from metainfer.ir.streams import meeting_of, meets, payload_bytes
 from metainfer.ir.types import TensorType
 from metainfer.passes.candidates import (
     Candidate,
@@ -294,6 +295,8 @@ def _report(
     ideal = _roofline(op, target, last.env, kernel.efficiency.rate)
     loss = max(last.cost.seconds - ideal, 0.0)
     parts = [f"{last.cost.seconds * 1e6:.1f} us at {_sizes(last.env)}, {last.cost.bound}-bound"]
+    if kernel.error:
+        parts.append(f"adds a relative error of up to {kernel.error:.1e}")
     if repairs:
         parts.append(f"repaired: {'; '.join(repairs)} ({last.best.waste(query):.0%} more work)")
     if last.unforced is not None:
@@ -330,6 +333,7 @@ def _report(
         "refused": alternates,
         "repairs": repairs,
         "generic": kernel.generic,
+        **_crossovers(op, rows),
     }
     target.report.add(
         Decision(
@@ -346,6 +350,20 @@ def _report(
 def group_subject(op: Op) -> str:
     """What a decision about a group is said of."""
     return f"{kind_of(op)} {op.results[0].name}"
+
+
+def _crossovers(op: Op, rows: Sequence[_Row]) -> dict[str, Any]:
+    """Of a collective, at each size: bytes, kernel, seconds, basis, next best and its gap."""
+    meeting = meeting_of(op)
+    if meeting is None:
+        return {}
+    found = []
+    for row in rows:
+        name, gap = row.runner_up or ("", 0.0)
+        size = payload_bytes(meeting, row.env)
+        made = row.cost
+        found.append([size, row.best.kernel.name, made.seconds, made.basis, name, gap])
+    return {"crossovers": found}
 
 
 def _roofline(op: Op, target: Target, env: Mapping[str, int], arithmetic: str) -> float:

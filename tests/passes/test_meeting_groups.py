@@ -17,6 +17,7 @@ from metainfer.ir.simulate import RankInput, simulate
 from metainfer.ir.strategy import Strategy
 from metainfer.ir.types import Mesh
 from metainfer.ir.verify import verify_module
+from metainfer.passes.candidates import candidates_of, query_of
 from metainfer.passes.fuse import fuse
 from metainfer.passes.pipeline import pass_named, run_passes
 from metainfer.passes.target import Report, Target
@@ -90,11 +91,15 @@ def test_a_cpu_keeps_its_own_norm() -> None:
     assert kinds(after) == ["linear", "all_reduce", "add_rms_norm"]
 
 
-def compiled(**options: Any) -> Module:
+def target_of(**options: Any) -> Target:
     backends, machine, mesh = installed(), load_machine("8xpcie"), Mesh(MESH)
     costs = CostModel(backends.layouts, machine, mesh)
     strategy = Strategy("decode", mesh)
-    target = Target(machine, strategy, Options(**options), backends.kernels, costs, Report())
+    return Target(machine, strategy, Options(**options), backends.kernels, costs, Report())
+
+
+def compiled(**options: Any) -> Module:
+    target = target_of(**options)
     passes = [pass_named(name) for name in ("fuse", "layout", "select", "collectives")]
     return run_passes(block_end("bf16", "f32"), target, passes)[0]
 
@@ -117,3 +122,19 @@ def test_a_group_whose_kernels_are_forbidden_is_split() -> None:
     made = compiled(forbids=tuple(kernels))
     assert kinds(made) == ["linear", "all_reduce", "add", "rms_norm"]
     assert all(op.choices for op in made.main.ops)
+
+
+def bans(**options: Any) -> dict[str, str]:
+    """What is forbidden for the sum of `block_end`, and why."""
+    target, module = target_of(**options), block_end("bf16", "bf16")
+    op = module.main.ops[1]
+    query = query_of(op, target, module.limits(), frozenset())
+    return {c.kernel.name: c.ban for c in candidates_of(op, query, target) if c.ban}
+
+
+def test_codes_are_sent_only_where_asked_and_never_where_numbers_are_exact() -> None:
+    fp8, pull = "ranks.all_reduce_two_shot_fp8", "ranks.all_reduce_one_shot_pull"
+    found = bans()
+    assert found[fp8] == "it changes numbers by up to 1.2e-01: only with --compress-collectives fp8"
+    assert found[pull].startswith("policy of the machine against *_pull: direct-attached boards")
+    assert fp8 not in bans(compress_collectives="fp8")

@@ -8,7 +8,14 @@ import typer
 
 from metainfer.cli.compile import print_memory
 from metainfer.cli.options import Json, PlanPath, check_plan_path
-from metainfer.cli.output import WIDTH, print_json, print_table, print_wrapped, show_seconds
+from metainfer.cli.output import (
+    WIDTH,
+    print_json,
+    print_table,
+    print_wrapped,
+    show_bytes,
+    show_seconds,
+)
 
 if TYPE_CHECKING:
     from metainfer.compiler.explain import Explanation, GroupReport, Note, SizeRow
@@ -161,7 +168,9 @@ def _print_group(group: "GroupReport") -> None:
         f"{group.kernel}: {show_seconds(group.seconds)}, {group.bound}-bound, {share:.0%} of the "
         f"roofline, {group.basis}",
     )
-    if len(group.table) > 1:
+    if group.crossovers:
+        _print_crossovers(group)
+    elif len(group.table) > 1:
         _line("by size", "; ".join(map(_size_text, group.table)))
     if group.generic:
         lost = show_seconds(group.loss_seconds)
@@ -174,6 +183,39 @@ def _print_group(group: "GroupReport") -> None:
     _line("next", _next_text(group))
     for refused in group.refused:
         _line("refused", f"{', '.join(refused.kernels)}: {refused.reason}")
+
+
+def _print_crossovers(group: "GroupReport") -> None:
+    """From which size on which algorithm is taken, what is next there, whence the figures come."""
+    stem = f"ranks.{group.kind}_"
+    rows = [("payload of a rank", "algorithm", "predicted", "next best, at the end of the row")]
+    for row in group.crossovers:
+        last = show_seconds(row.last_seconds)
+        is_one = row.from_bytes == row.to_bytes
+        rows.append(
+            (
+                _span(show_bytes(row.from_bytes), show_bytes(row.to_bytes), is_one=is_one),
+                row.kernel.removeprefix(stem),
+                _span(show_seconds(row.first_seconds), last, is_one=is_one),
+                f"{row.next_best.removeprefix(stem)} +{show_seconds(row.gap_seconds)}"
+                if row.next_best
+                else "none",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        typer.echo(f"      {line}".rstrip())
+    bases: dict[str, list[str]] = {}
+    for row in group.crossovers:
+        names = bases.setdefault(row.basis, [])
+        names += [n for n in [row.kernel.removeprefix(stem)] if n not in names]
+    for basis, names in bases.items():
+        _line("basis", f"{', '.join(names)}: {basis}")
+
+
+def _span(first: str, last: str, *, is_one: bool) -> str:
+    return last if is_one else f"{first} to {last}"
 
 
 def _next_text(group: "GroupReport") -> str:
