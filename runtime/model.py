@@ -20,6 +20,7 @@ from metainfer.ir.verify import verify_module
 from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
 from metainfer.runtime.graphs import Step, StepGraphs, bucket
 from metainfer.runtime.legality import check_kernels
+from metainfer.runtime.readback import Readback
 from metainfer.runtime.scheduler import pad_step
 from metainfer.runtime.step_record import TOKENS
 from metainfer.runtime.storage import Storage
@@ -62,7 +63,8 @@ class LoadedModel:
         self._phases = self._executors(own, provider, backends, ranks)
         self.vocab_size = _vocab_size(plan.module(plan.phases[0], plan.layout.pp - 1))
         is_gpu = self._storage.device.type == "cuda"
-        self._graphs = self._captures() if is_gpu else None
+        self._graphs: StepGraphs | None = self._captures() if is_gpu else None
+        self._readback = Readback(self._storage.device)
 
     @property
     def is_language_model(self) -> bool:
@@ -86,7 +88,7 @@ class LoadedModel:
             return self._replayed(self._graphs, tokens, step)
         executor, env = self._prepare(phase, tokens, step)
         executor.run(env)
-        return _numbers(executor.output(0, env))
+        return self._readback.numbers(executor.output(0, env))
 
     def _replayed(
         self, graphs: StepGraphs, tokens: np.ndarray, step: Mapping[str, np.ndarray]
@@ -98,7 +100,7 @@ class LoadedModel:
         self._storage.set_step({**step, TOKENS: tokens})
         made = graphs.step(env, lambda: self._capturable(env))
         graphs.run(env)
-        return _numbers(made.outputs[0][:rows])
+        return self._readback.numbers(made.outputs[0][:rows])
 
     def _in_bucket(
         self, tokens: np.ndarray, step: Mapping[str, np.ndarray]
@@ -145,7 +147,7 @@ class LoadedModel:
         """Run one step, timing every group; returns the logits, the groups and the sizes."""
         executor, env = self._prepare(phase, tokens, step)
         measured = executor.trace(env)
-        return _numbers(executor.output(0, env)), measured, env
+        return self._readback.numbers(executor.output(0, env)), measured, env
 
     def observe(
         self,
@@ -158,7 +160,7 @@ class LoadedModel:
         """Run one step, showing values on the way (`PhaseExecutor.observe`). Shapes: as `run`."""
         executor, env = self._prepare(phase, tokens, step)
         executor.observe(env, watched, seen)
-        return _numbers(executor.output(0, env))
+        return self._readback.numbers(executor.output(0, env))
 
     def _prepare(
         self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
@@ -291,11 +293,6 @@ def _vocab_size(module: Module) -> int:
     """Width of the logits; 0 for a module whose first result has none."""
     shape = module.main.outputs[0].tensor.shape
     return shape[-1].static if shape and shape[-1].is_static else 0
-
-
-def _numbers(logits: torch.Tensor) -> np.ndarray:
-    found: np.ndarray = logits.float().cpu().numpy()
-    return found
 
 
 def _highs(modules: Iterable[Module]) -> dict[str, int]:

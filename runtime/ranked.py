@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from metainfer.backends.ranks.meeting import meeting
 from metainfer.backends.registry import Backends
+from metainfer.backends.torch.tensors import torch_dtype
 from metainfer.hardware.machine import Machine
 from metainfer.ir.errors import MetainferError, RankError, Unsupported
 from metainfer.ir.graph import Value
@@ -49,6 +50,8 @@ class RankedModel(LoadedModel):
         on_gpu = ranks.device.type == "cuda"
         self._watch = StepWatch(ranks.rank, ranks.limit_s) if on_gpu else None
         self.num_replicas = plan.layout.dp
+        last = plan.module(plan.phases[0], plan.layout.pp - 1).main.outputs[0]
+        self._logits_dtype = torch_dtype(last.tensor.dtype)
         # Nobody begins a step while another still reads weights.
         ranks.barrier("the loading of weights")
 
@@ -164,16 +167,24 @@ class RankedModel(LoadedModel):
             rows = len(step["sample_rows"])
             if rank == self._ranks.rank:
                 assert own is not None
-                logits = own.float().cpu()
+                logits = own
             else:
-                logits = torch.empty((rows, self.vocab_size), dtype=torch.float32)
-                limit_s = self._ranks.limit_s * self._ranks.layout.pp
-                with meeting(f"taking logits of rank {rank}", 0, (0, rank), limit_s):
-                    group = self._ranks.control
-                    wait(dist.irecv(logits, src=rank, group=group), limit_s)
+                logits = self._answer_of(rank, rows)
             wanted = len(given[1]["sample_rows"]) if given is not None else 0
-            found.append(logits[:wanted].numpy())
+            found.append(self._readback.numbers(logits[:wanted], replica))
         return found
+
+    def _answer_of(self, rank: int, rows: int) -> torch.Tensor:
+        """Logits that another rank hands over."""
+        shape, dtype = (rows, self.vocab_size), self._logits_dtype
+        logits = torch.empty(shape, dtype=dtype, device=self._ranks.device)
+        limit_s = self._ranks.limit_s * self._ranks.layout.pp
+        with meeting(f"taking logits of rank {rank}", 0, (0, rank), limit_s):
+            if self._ranks.answers is self._ranks.control:
+                wait(dist.irecv(logits, src=rank, group=self._ranks.control), limit_s)
+            else:
+                dist.recv(logits, src=rank, group=self._ranks.answers)
+        return logits
 
     # --- every rank ----------------------------------------------------------------------------
 
@@ -204,9 +215,9 @@ class RankedModel(LoadedModel):
                     self._answer(self._stage(order.phase, given, PhaseExecutor.run))
 
     def _answer(self, logits: torch.Tensor | None) -> None:
-        if logits is not None and self._ranks.answers:
+        if logits is not None and self._ranks.is_answering:
             with self._waiting("handing logits to rank 0", 0):
-                dist.send(logits.float().cpu().contiguous(), dst=0, group=self._ranks.control)
+                dist.send(logits.contiguous(), dst=0, group=self._ranks.answers)
         if self._ranks.device.type == "cuda":
             # The step record's buffer is written again by the next order.
             torch.cuda.current_stream().synchronize()
@@ -280,6 +291,8 @@ class RankedModel(LoadedModel):
         if self.is_leader and not self._is_over:
             give(self._ranks, Order("stop"))
         self._is_over = True
+        # A captured graph holds its communicators, which would wait for it when they end.
+        self._graphs = None
         if self._watch is not None:
             self._watch.close()
         self._ranks.close()

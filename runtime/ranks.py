@@ -73,6 +73,8 @@ class Ranks:
         device: where its tensors live.
         control: group of all ranks over the hosts' memory, for orders and results.
         groups: process group along each axis of the stage's mesh.
+        answers: group in which replicas hand their logits to the leader: the control group, or on
+            GPUs one of their own.
         before: group with the same place of the stage before, None in the first.
         after: group with the same place of the stage after, None in the last.
         limit_s: seconds that a meeting may take.
@@ -84,6 +86,7 @@ class Ranks:
     device: torch.device
     control: Any
     groups: Mapping[str, Any]
+    answers: Any
     before: Any
     after: Any
     limit_s: float
@@ -115,14 +118,14 @@ class Ranks:
         return self.numbers.get("dp", 0)
 
     @property
-    def answers(self) -> bool:
+    def is_answering(self) -> bool:
         """Whether this rank hands its replica's results to the leader."""
         is_last = self.stage == self.layout.pp - 1
         return is_last and self.numbers.get("tp", 0) == 0
 
     def answering(self, replica: int) -> int:
         """The rank that has a replica's results."""
-        return (self.layout.pp - 1) * self.layout.stage_ranks + replica * self.layout.tp
+        return answering(self.layout, replica)
 
     def barrier(self, what: str) -> None:
         """Wait for all ranks. Raises: RankError if one is gone."""
@@ -158,6 +161,11 @@ def wait(work: Any, limit_s: float) -> None:
     Raises: RuntimeError if it does not end in time.
     """
     work.wait(timedelta(seconds=limit_s))
+
+
+def answering(layout: Layout, replica: int) -> int:
+    """The rank that has a replica's results: the first of its last stage."""
+    return (layout.pp - 1) * layout.stage_ranks + replica * layout.tp
 
 
 def numbers_in(layout: Layout, rank: int) -> dict[str, int]:
@@ -270,11 +278,17 @@ def _form(
             after = group
         elif process.rank == pair[1]:
             before = group
+    answers = control
+    if kind == "gpu":
+        meeting_there = sorted({0, *(answering(layout, replica) for replica in range(layout.dp))})
+        answers = dist.new_group(meeting_there, backend=backend, timeout=limit * layout.pp)
     numbers = numbers_in(layout, process.rank)
     set_context(
         RankContext(layout.mesh, process.rank, numbers, groups, peers, limit_s, inner, outer)
     )
-    return Ranks(layout, process, device, control, groups, before, after, limit_s, is_owner)
+    return Ranks(
+        layout, process, device, control, groups, answers, before, after, limit_s, is_owner
+    )
 
 
 def _teams(

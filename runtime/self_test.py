@@ -272,6 +272,21 @@ def _links(ranks: Ranks) -> str:
             return f"what rank {peer} passed on arrived damaged"
     if ranks.after is not None:
         dist.send(_numbered(ranks.rank).to(ranks.device), dst=ranks.rank + size, group=ranks.after)
+    return _answers(ranks)
+
+
+def _answers(ranks: Ranks) -> str:
+    """Pass a pattern from every rank that has results to the leader, by the group for results."""
+    if ranks.is_answering and not ranks.is_leader:
+        dist.send(_numbered(ranks.rank).to(ranks.device), dst=0, group=ranks.answers)
+    peers = [ranks.answering(replica) for replica in range(ranks.layout.dp)]
+    for peer in peers if ranks.is_leader else ():
+        if peer == ranks.rank:
+            continue
+        got = torch.zeros(_LINK_ELEMENTS, dtype=torch.int32, device=ranks.device)
+        dist.recv(got, src=peer, group=ranks.answers)
+        if not torch.equal(got.cpu(), _numbered(peer)):
+            return f"what rank {peer} answered arrived damaged"
     return ""
 
 

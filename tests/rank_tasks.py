@@ -83,10 +83,11 @@ def replayed_answers(
         recorder = Recorder("a copy from the host" if process.rank == refusing else None)
         model._graphs = StepGraphs(recorder, model._agreed)
         model.follow()
-        if not model.is_leader:
-            return None
-        ids = _answers(model, prompts, max_tokens)
-        return ids, len(recorder.caught), recorder.replays, model.run_notes
+        ids = _answers(model, prompts, max_tokens) if model.is_leader else []
+        notes = model.run_notes
+    # Captured steps hold communicators, which end only after them.
+    assert model._graphs is None
+    return (ids, len(recorder.caught), recorder.replays, notes) if model.is_leader else None
 
 
 def pid() -> int:
