@@ -74,6 +74,13 @@ def apply_rules(module: Module, target: Target, rules: Sequence[Rule], place: st
     return module
 
 
+def rewritten(module: Module, graph: Graph, rules: Sequence[Rule], target: Target) -> Graph | None:
+    """A graph rewritten by rules, names kept and nothing reported; None if none applies."""
+    rewriter = _Rewriter(module, graph, target)
+    made = rewriter.run(rules)
+    return made if rewriter.gains else None
+
+
 @dataclass
 class _Applied:
     """How often a rule was applied, and what that saves."""

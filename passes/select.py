@@ -4,8 +4,8 @@
     after:  %1 = linear(%0, @w) : f32[T,64] by {T <= 16: cpu.linear_w8a8, else: torch.linear_f32}
 
 The cheapest legal kernel wins at each size. A fused group for which its parts together are cheaper,
-or for which there is no kernel, is split again. Refusals are repaired or reported; a generic kernel
-is a fallback, which --strict makes an error.
+or for which there is no kernel, is split again: into smaller groups, or into its ops. Refusals are
+repaired or reported; a generic kernel is a fallback, which --strict makes an error.
 """
 
 from collections import Counter
@@ -31,6 +31,7 @@ from metainfer.passes.candidates import (
     strided_of,
 )
 from metainfer.passes.gains import gain_of_kernel
+from metainfer.passes.regroup import smaller_groups
 from metainfer.passes.target import Decision, Target
 
 # What falls back, by the pass that says so.
@@ -102,9 +103,14 @@ def _fused_or_split(
     inlined = _inline(op)
     inner = replace(graph, ops=tuple(inlined))
     inner_strided = strided_of(inner) | strided
-    parts = [_total(o, inner_strided, target, limits) for o in inlined if needs_kernel(o)]
-    split = None if any(p is None for p in parts) else sum(p for p in parts if p is not None)
     pinned = kind_of(op) in dict(target.options.pins)
+    covers = [tuple(inlined)]
+    # What a sum over ranks saves by being one with what follows it is not in its price.
+    if whole is None or not (pinned or meets(op)):
+        covers += smaller_groups(op, inlined, target, limits)
+    priced = [(_sum(cover, inner_strided, target, limits), cover) for cover in covers]
+    found = [(seconds, cover) for seconds, cover in priced if seconds is not None]
+    split, parts = min(found, key=lambda pair: pair[0], default=(None, tuple(inlined)))
     if whole is not None and (pinned or split is None or whole <= split):
         return [choose_kernels(op, graph, target, limits)]
     if split is None:
@@ -114,18 +120,29 @@ def _fused_or_split(
         if whole is None
         else f"its parts save {(whole - split) * 1e6:.1f} us"
     )
-    forced = _cost_of_forced_split(op, inlined, inner_strided, target, limits)
+    forced = _cost_of_forced_split(op, parts, inner_strided, target, limits)
     if forced is not None:
         kernel, seconds = forced
         reason += f"; forced: {kernel} would take {seconds * 1e6:.1f} us less"
     data = (("unforced_split", list(forced)),) if forced is not None else ()
-    target.report.add(
-        Decision(f"select {graph.name}", kind_of(op), "split into its ops", reason, "repair", data)
-    )
+    groups = [kind_of(o) for o in parts if needs_kernel(o)]
+    is_apart = not any(o.name == "fused" for o in parts)
+    chosen = "split into its ops" if is_apart else f"split into {', '.join(groups)}"
+    target.report.add(Decision(f"select {graph.name}", kind_of(op), chosen, reason, "repair", data))
+    inner = replace(graph, ops=parts)
     return [
         choose_kernels(o, inner, target, limits, inner_strided) if needs_kernel(o) else o
-        for o in inlined
+        for o in parts
     ]
+
+
+def _sum(
+    ops: Sequence[Op], strided: frozenset[str], target: Target,
+    limits: Mapping[str, tuple[int, int]],
+) -> float | None:  # fmt: skip
+    """Cost of ops one after the other, None if one of them has no usable kernel."""
+    parts = [_total(o, strided, target, limits) for o in ops if needs_kernel(o)]
+    return None if any(p is None for p in parts) else sum(p for p in parts if p is not None)
 
 
 def _cost_of_forced_split(

@@ -128,6 +128,7 @@ def _launches(is_whole: bool) -> Launches:
     return made
 
 
+_MEETINGS = {KIND: "all_reduce", ROUNDED: "all_reduce", SCATTERED: "reduce_scatter"}
 # How the sum comes, and whether it is finished then.
 _RECEIVE: Mapping[tuple[str, str], tuple[Receive, bool]] = {
     **{
@@ -142,7 +143,7 @@ _RECEIVE: Mapping[tuple[str, str], tuple[Receive, bool]] = {
     (SCATTERED, "one_shot"): (parts_to_sum, False),
     **{
         (kind, algorithm): (partial(received, algorithm=run), True)
-        for kind, name in ((KIND, "all_reduce"), (SCATTERED, "reduce_scatter"))
+        for kind, name in _MEETINGS.items()
         for algorithm, run in DIRECT[name].items()
     },
 }
@@ -161,11 +162,12 @@ EMITTED = Constraint("a sum over ranks and a body that can be emitted", _is_emit
 def register_fused(kernels: Registry) -> None:
     """Add each group by each algorithm of its sum."""
     for (kind, algorithm), (receive, is_whole) in _RECEIVE.items():
+        units = (feature("fp8_mma"),) if kind == ROUNDED else ()
         kernels.add(
             Kernel(
                 f"ranks.{kind}_{algorithm}", kind, "ranks",
                 requires=(
-                    device_kind("gpu"), feature("triton"), *requires_of(algorithm), EMITTED,
+                    device_kind("gpu"), feature("triton"), *units, *requires_of(algorithm), EMITTED,
                 ),
                 error=LIBRARY_ERROR if algorithm == "library" else 0.0,
                 window=window_of_query(algorithm),

@@ -85,8 +85,10 @@ def wanted_of(op: Op, data: list[list[np.ndarray]], env: dict[str, int]) -> list
 def test_every_algorithm_computes_the_body(tmp_path: Path) -> None:
     cases: list[Case] = []
     for name in KERNELS:
-        for stream, weight in MIXTURES:
-            for shift in ("", "w + 1", SHARED):
+        # What rounds the norm differs from what does not in its last two statements.
+        is_rounded = kind_of(name) == ROUNDED
+        for stream, weight in MIXTURES[1:2] if is_rounded else MIXTURES:
+            for shift in ("",) if is_rounded else ("", "w + 1", SHARED):
                 op = group(stream, weight, shift=shift, kind=kind_of(name))
                 for tokens in (1, 5):
                     cases.append((name, op, data_of(op, tokens), {"T": tokens}))
