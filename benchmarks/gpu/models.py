@@ -29,7 +29,7 @@ def ours(args: argparse.Namespace) -> Iterator[tuple[str, int, float, dict[str, 
     plan = metainfer.compile(
         spec, "1xh200", max_tokens=args.prefill_tokens, max_sequences=max(args.batch),
         max_context=max(2 * args.context, args.prefill_tokens // 8), weights=args.weights,
-        activations=args.activations,
+        activations=args.activations, overlap=args.overlap,
     )  # fmt: skip
     print(f"compiled in {time.perf_counter() - begun:.1f} s", flush=True)
     begun = time.perf_counter()
@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="fewer layers, for a quick look")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--activations", default="auto")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prefill-tokens", type=int, default=8 * 2048)

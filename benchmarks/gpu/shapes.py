@@ -12,6 +12,7 @@ from metainfer.ir.rope import Rope
 from metainfer.ir.types import TensorType
 from metainfer.models.decoder import decoder_spec
 from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.qwen2_moe import config_a2_7b
 from metainfer.models.qwen3_moe import config_30b
 from metainfer.models.spec import ModelSpec
 from metainfer.runtime.parts import Region, region_shape
@@ -21,7 +22,10 @@ LLAMA_8B = DecoderConfig(
     max_positions=8192, eps=1e-5, rope=Rope(theta=5e5),
 )  # fmt: skip
 LLAMA_70B = dataclasses.replace(LLAMA_8B, hidden=8192, layers=80, heads=64, intermediate=28672)
-CONFIGS = {"llama:8b": LLAMA_8B, "llama:70b": LLAMA_70B, "qwen3_moe:30b": config_30b}
+CONFIGS = {
+    "llama:8b": LLAMA_8B, "llama:70b": LLAMA_70B, "qwen3_moe:30b": config_30b,
+    "qwen2_moe:a2.7b": config_a2_7b,
+}  # fmt: skip
 _BLOCK = 1 << 24  # numbers drawn; larger tensors repeat them
 
 
@@ -35,7 +39,7 @@ def spec_of(name: str, layers: int) -> ModelSpec:
     config = CONFIGS[name]
     if layers:
         config = dataclasses.replace(config, layers=layers)
-    return decoder_spec(name.replace(":", "_"), config, dtype="bf16")
+    return decoder_spec(name.replace(":", "_").replace(".", "_"), config, dtype="bf16")
 
 
 class RandomWeights:

@@ -15,6 +15,10 @@ OPTIONS: dict[str, Any] = {
     "activations": "f32", "weights": "f32", "exact": True, "max_tokens": 24, "max_sequences": 3,
     "max_context": 64,
 }  # fmt: skip
+SHARED: dict[str, Any] = {
+    "num_experts": 8, "num_attention_heads": 8, "num_hidden_layers": 2,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {
     "num_experts": 8, "num_attention_heads": 8, "head_dim": 16, "hidden_size": 64,
     "moe_intermediate_size": 64,
@@ -26,6 +30,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"tp": 2, "ep": 2}),
     ("qwen3_moe", {"dp": 2, "ep": 2}),
     ("qwen3_moe", {"pp": 2}),
+    ("qwen3_moe", {"tp": 2, "ep": 2, "replicas": 4}),
+    ("qwen2_moe", {"tp": 2, "ep": 2}),
+    ("qwen2_moe", {"dp": 2, "ep": 2}),
 ]
 NEW_TOKENS = 8
 PROMPTS = [[(7 * n + 3 * k) % VOCAB for k in range(1 + 5 * n % 23)] for n in range(5)]
@@ -39,7 +46,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    sizes: dict[str, dict[str, Any]] = {"llama": {}, "qwen3_moe": EXPERTS}
+    sizes: dict[str, dict[str, Any]] = {"llama": {}, "qwen3_moe": EXPERTS, "qwen2_moe": SHARED}
     return {kind: make_checkpoint(kind, folder / kind, **keys) for kind, keys in sizes.items()}
 
 
