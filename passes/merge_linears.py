@@ -15,6 +15,7 @@ from metainfer.ir.sharding import propagate
 from metainfer.ir.types import TensorType
 from metainfer.passes.gains import Gain, bytes_of, sizes_text, typical_sizes
 from metainfer.passes.target import Decision, Target
+from metainfer.passes.weight_items import reaches_topk
 from metainfer.passes.weights import LoadEditor
 
 
@@ -82,7 +83,11 @@ def _candidates(graph: Graph, target: Target) -> list[tuple[Op, ...]]:
             by_input.setdefault(op.operands[0].name, []).append(op)
     uses = graph.uses()
     found = []
-    for members in _apart(by_input.values(), uses):
+    sets: Iterable[list[Op]] = by_input.values()
+    if target.device.kind == "cpu":
+        # What chooses experts there reads rows that lie densely.
+        sets = [[op for op in members if not reaches_topk(graph, op)] for members in sets]
+    for members in _apart(sets, uses):
         reason = _obstacle(graph, members, uses)
         if reason:
             names = " ".join(op.operands[1].name for op in members)

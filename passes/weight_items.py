@@ -71,7 +71,7 @@ def weight_items(module: Module) -> Iterator[Item]:
                 editor.made(weights[0]).tensor.dtype,
                 readers,
                 1 if graph.name == "main" else calls,
-                any(_reaches_topk(graph, op) for op in readers),
+                any(reaches_topk(graph, op) for op in readers),
             )
 
 
@@ -131,7 +131,7 @@ def _stored(editor: LoadEditor, made: Value) -> Value:
     return made
 
 
-def _reaches_topk(graph: Graph, op: Op) -> bool:
+def reaches_topk(graph: Graph, op: Op) -> bool:
     """Whether a linear's result is scored and then the ground of a choice."""
     if op.name != "linear":
         return False

@@ -40,6 +40,13 @@ def test_no_generic_kernel_is_needed(weights: str, format: str, kernel: str) -> 
     assert found[0] == "cpu.route_experts"
 
 
+def test_an_expert_of_all_tokens_needs_no_generic_kernel() -> None:
+    plan = metainfer.compile("qwen2_moe:tiny", "cpu", strict=True)
+    (found,) = decisions(plan, "select layer", "route_experts %").values()
+    # Its rows are dense: the router is no part of a wider product there.
+    assert found[0] == "cpu.route_experts"
+
+
 def test_a_width_that_cuts_blocks_keeps_all_weights_of_the_experts() -> None:
     config = replace(config_tiny, experts=ExpertsConfig(num=4, chosen=2, intermediate=40))
     plan = metainfer.compile(decoder_spec("odd", config, dtype="bf16"), "cpu", weights="int8")
