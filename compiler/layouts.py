@@ -24,6 +24,8 @@ from metainfer.passes.target import Decision, Report, Target
 
 # Part of the budget that weights and states may take, so that activations find room.
 _SHARE = 0.95
+# Formats of weights that are tried where nothing fits, the wider first.
+_NARROWER = ("fp8", "mxfp4")
 # Tokens of state that every sequence of a full step must find room for.
 _CONTEXT = 4096
 
@@ -88,7 +90,29 @@ def choose_layout(
         legal = [c for c in legal if c != one]
         if not legal:
             return one  # what is missing is told when memory is planned
-    return _cheapest([price(c) for c in legal], report)
+    priced = [price(c) for c in legal]
+    if all(e.refused for e in priced):
+        raise _nothing_fits(priced, price)
+    return _cheapest(priced, report)
+
+
+def _nothing_fits(priced: Sequence[Estimate], price: "_Pricer") -> CapacityError:
+    """The error with every layout's bytes, and the widest format that would fit."""
+    advice = "choose narrower weights (--weights fp8, mxfp4, int4), or more devices"
+    for weights in _NARROWER:
+        found = price.with_weights(weights)
+        fitting = [e for e in (found(one.layout) for one in priced) if not e.refused]
+        if fitting:
+            best = min(fitting, key=lambda e: (e.seconds_per_token, e.layout.num_ranks))
+            advice = (
+                f"--weights {weights} (lossy) fits: {best.layout}, {_gb(best.weight_bytes)} of "
+                f"weights and {_gb(best.state_bytes)} of states on a rank; or take more devices"
+            )
+            break
+    text = "\n".join(f"{e.layout}: {e.refused}" for e in priced)
+    return CapacityError(
+        "no layout of the model fits on this machine", text=text, advice=advice
+    )  # fmt: skip
 
 
 def _cheapest(priced: Sequence[Estimate], report: Report) -> Layout:
@@ -96,12 +120,6 @@ def _cheapest(priced: Sequence[Estimate], report: Report) -> Layout:
         (e for e in priced if not e.refused),
         key=lambda e: (e.seconds_per_token, e.layout.num_ranks),
     )
-    if not usable:
-        text = "\n".join(f"{e.layout}: {e.refused}" for e in priced)
-        raise CapacityError(
-            "no layout of the model fits on this machine", text=text,
-            advice="choose narrower weights (--weights fp8, mxfp4, int4), or more devices",
-        )  # fmt: skip
     best = usable[0]
     others = ", ".join(f"{e.layout} {e.seconds_per_token * 1e6:.1f} us" for e in usable[1:4])
     reason = (
@@ -195,12 +213,21 @@ class _Pricer:
         self, module: Module, strategy: Strategy, options: Options, machine: Machine,
         costs: CostModel, kernels: Registry, draft: Callable[[Module, Target], Module],
     ) -> None:  # fmt: skip
+        self._module, self._draft = module, draft
         self._kernels = kernels
         self._made: dict[object, Module] = {}
         self._machine, self._options, self._strategy = machine, options, strategy
         self._costs = costs
         self._drafted = draft(module, self._target(strategy))
         self._budget = int(machine.device(0).usable_bytes * options.memory_fraction)
+
+    def with_weights(self, weights: str) -> "_Pricer":
+        """One that prices the model with weights of another format."""
+        return _Pricer(
+            self._module, replace(self._strategy, weights=weights),
+            replace(self._options, weights=weights), self._machine, self._costs, self._kernels,
+            self._draft,
+        )  # fmt: skip
 
     def __call__(self, layout: Layout) -> Estimate:
         try:

@@ -153,7 +153,8 @@ class Collective:
 
     Attributes:
         op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send".
-        algorithm: library or algorithm ("nccl", "one_shot", "two_shot_islands", "gloo").
+        algorithm: library or algorithm ("nccl", "one_shot_push", "two_shot_islands", "gloo"); one
+            without a direction was run in the better one.
         ranks: number of ranks measured.
         points: the table, () if none.
         latency_us: cost of an empty one, 0 with a table.

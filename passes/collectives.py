@@ -4,10 +4,13 @@
     after:  %3 = all_reduce(%2) {axis = "tp", ranks = 8} : bf16[T,4096]
               by {T <= 16: ranks.all_reduce_two_shot, else: ranks.all_reduce_library}
 
-Algorithms are kernels (`backends.ranks`), priced from the machine's topology or from its measured
-tables; `--pin`, `--forbid` and the machine's policy apply to them. All ranks run one text, so they
-meet in one order and switch algorithms at the same sizes. A group that holds a collective is split
-where its parts are cheaper, like any other.
+Algorithms are kernels (`backends.ranks`): those of the communication library (a ring, if nobody
+measured it), exchanges over it that are summed in rank order, pushes to and pulls from the memory
+of peers, islands, and codes of fp8 where the user asks for them. They are priced from the machine's
+topology or from its measured tables (`hardware.collective_cost`), and refused with the pair of
+devices that is in the way; `--pin`, `--forbid` and the machine's policy apply to them. All ranks
+run one text, so they meet in one order and switch algorithms at the same sizes. A group that holds
+a collective is split where its parts are cheaper, like any other.
 """
 
 from dataclasses import replace

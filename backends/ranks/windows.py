@@ -158,7 +158,8 @@ def _symmetric(team: Team, half: int, device: torch.device) -> Window:
     import torch.distributed._symmetric_memory as symmetric
 
     # NOTE: rendezvous hangs on the ranks that can, where others cannot: all must know before.
-    _agree(team, _strangers(team) or _unreachable(team, device))
+    said = [_strangers(team), _unreachable(team, device)]
+    _agree(team, next(filter(None, said), ""))
     made = symmetric.empty(2 * half, dtype=torch.uint8, device=device)
     handle: Any = symmetric.rendezvous(made, team.group)
     parts = tuple(handle.get_buffer(r, (2 * half,), torch.uint8) for r in range(team.size))
@@ -168,11 +169,11 @@ def _symmetric(team: Team, half: int, device: torch.device) -> Window:
 
 def _unreachable(team: Team, device: torch.device) -> str:
     """The first device whose memory this rank does not reach, "" if it reaches all."""
+    own = device.index or 0
+    indices = _gathered(team, own)
     for name, values in _NO_PEERS.items():
         if os.environ.get(name, "") in values:
             return f"{name}={os.environ[name]} turns peer access off"
-    own = device.index or 0
-    indices = _gathered(team, own)
     for rank, other in zip(team.peers, indices, strict=True):
         if other == own or other >= torch.cuda.device_count():
             continue
