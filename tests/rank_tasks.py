@@ -206,23 +206,26 @@ def collective(
     return op, parts
 
 
-def differences(cases: Sequence[tuple[str, str, Sequence[int], str, dict[str, Any]]]) -> list[str]:
+def differences(
+    cases: Sequence[tuple[str, str, Sequence[int], str, dict[str, Any]]], kind: str = "cpu"
+) -> list[str]:
     """Cases in which an algorithm is not `exchange`, with how far it is off."""
     process = launched()
     assert process is not None
-    ranks = join(Layout(tp=process.world), "none", process, "cpu", 20.0, _near(process.world))
+    ranks = join(Layout(tp=process.world), "none", process, kind, 20.0, _near(process.world))
     found = []
     try:
         for algorithm, name, shape, dtype, attrs in cases:
             op, parts = collective(name, shape, dtype, {**attrs, "ranks": process.world})
             complete = op_def(name).complete(op.attr)
             wanted = to_torch(np.ascontiguousarray(exchange(name, parts, complete)[process.rank]))
-            out = torch.full_like(wanted, 77)
+            out = torch.full_like(wanted, 77, device=ranks.device)
+            x = to_torch(parts[process.rank]).to(ranks.device)
             kernel = installed().kernels.get(f"ranks.{name}_{algorithm}")
             assert isinstance(kernel.binder, TorchBinder)
-            kernel.binder.run(TorchCall(op, (to_torch(parts[process.rank]),), (out,), complete))
-            if not torch.equal(out, wanted):
-                off = float((out.float() - wanted.float()).abs().max())
+            kernel.binder.run(TorchCall(op, (x,), (out,), complete))
+            if not torch.equal(out.cpu(), wanted):
+                off = float((out.cpu().float() - wanted.float()).abs().max())
                 found.append(f"{name} {algorithm} {list(shape)} {dtype}: {off:g}")
     finally:
         ranks.close()

@@ -157,7 +157,7 @@ def reason_of_layout(plan: Plan) -> str:
 
 
 def test_with_half_the_memory_the_layout_is_another(machines: Machines) -> None:
-    free = {"dp": 0, "ep": 0, "max_context": 4096}
+    free: dict[str, Any] = {"dp": 0, "ep": 0, "max_context": 4096}
     plans = [
         machines.plan(f"{size}", machines.file(f"{size}", same, MEMORY.format(size)), DENSE, **free)
         for size in (8, 4)

@@ -1,9 +1,10 @@
-"""Plans on several GPUs, made for a machine without peer access, answer what one GPU answers."""
+"""Plans on several GPUs, with and without peer access, answer what one GPU answers."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_cases
 import rank_tasks
 import torch
 from hf_checkpoints import VOCAB, make_checkpoint
@@ -34,6 +35,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {"tp": 2, "ep": 2}),
     ("qwen2_moe", {"dp": 2, "ep": 2}),
 ]
+MACHINES = ("2xh200-nop2p", "2xh200")  # the second where devices reach each other's memory
 NEW_TOKENS = 8
 PROMPTS = [[(7 * n + 3 * k) % VOCAB for k in range(1 + 5 * n % 23)] for n in range(5)]
 
@@ -62,27 +64,43 @@ def one_gpu(
     return found
 
 
+def skip_without_peers(hw: str) -> None:
+    if hw == "2xh200" and not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("the GPUs do not reach each other's memory")
+
+
+def test_algorithms_over_windows_are_the_reference(pool: RankPool) -> None:
+    skip_without_peers("2xh200")
+    cases = [c for c in rank_cases.cases(2) if c[0].endswith(("_push", "_pull"))]
+    assert pool.run(2, rank_tasks.differences, cases, "gpu") == []
+
+
+@pytest.mark.parametrize("hw", MACHINES)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("kind", "layout"), CASES, ids=str)
 def test_gpus_answer_what_one_answers(
     pool: RankPool, models: dict[str, Path], one_gpu: dict[str, Any], tmp_path: Path,
-    kind: str, layout: dict[str, Any], overlap: bool,
+    kind: str, layout: dict[str, Any], overlap: bool, hw: str,
 ) -> None:  # fmt: skip
+    skip_without_peers(hw)
     metainfer.compile(
-        str(models[kind]), "2xh200-nop2p", out=tmp_path / "plan", overlap=overlap, **OPTIONS,
+        str(models[kind]), hw, out=tmp_path / "plan", overlap=overlap, **OPTIONS,
         **layout,
     )  # fmt: skip
     found = pool.run(2, rank_tasks.answers, tmp_path / "plan", PROMPTS, NEW_TOKENS)
     assert found == one_gpu[kind]
 
 
+@pytest.mark.parametrize("hw", MACHINES)
 @pytest.mark.parametrize(("kind", "layout"), CASES, ids=str)
 def test_captured_steps_answer_what_single_launches_answer(
-    pool: RankPool, models: dict[str, Path], tmp_path: Path, kind: str, layout: dict[str, Any]
-) -> None:
+    pool: RankPool, models: dict[str, Path], tmp_path: Path, kind: str, layout: dict[str, Any],
+    hw: str,
+) -> None:  # fmt: skip
+    skip_without_peers(hw)
     # In bf16: exact plans have attention that asks the host, which no graph holds.
     options = {**OPTIONS, "activations": "bf16", "weights": "auto", "exact": False}
-    metainfer.compile(str(models[kind]), "2xh200-nop2p", out=tmp_path / "plan", **options, **layout)
+    metainfer.compile(str(models[kind]), hw, out=tmp_path / "plan", **options, **layout)
     task = rank_tasks.captured_and_single
     captured, single, notes = pool.run(2, task, tmp_path / "plan", PROMPTS, NEW_TOKENS)
     assert notes == ()
