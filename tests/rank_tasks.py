@@ -113,11 +113,11 @@ def load_plan(plans: Sequence[Path]) -> None:
     metainfer.load(plans[process.rank], allow_machine_mismatch=True).close()
 
 
-def delayed_sums(algorithm: str, late: str, halves: int) -> int:
+def delayed_sums(algorithms: Sequence[str], late: str, halves: int) -> list[int]:
     """How many of many sums in a row are wrong where a rank is slow to write, or to read.
 
     Args:
-        algorithm: over windows.
+        algorithms: over windows, one after the other.
         late: "reading" or "writing".
         halves: of a window that are used; 2 is how windows are.
     """
@@ -127,7 +127,7 @@ def delayed_sums(algorithm: str, late: str, halves: int) -> int:
     try:
         team = team_of("tp")
         window = window_of(team, 1 << 10, torch.device("cpu"))
-        meet, wrong = window.barrier, 0
+        meet = window.barrier
 
         def barrier() -> None:
             if late == "writing" and process.rank == 1:
@@ -137,17 +137,18 @@ def delayed_sums(algorithm: str, late: str, halves: int) -> int:
                 time.sleep(0.02)
 
         window.barrier = barrier
-        for number in range(12):
-            if halves == 1:
-                window.used = 0
-            x = torch.full((64,), float(number * 10 + process.rank))
-            out = torch.empty_like(x)
-            DIRECT["all_reduce"][algorithm](x, out, team)
-            total = sum(float(number * 10 + rank) for rank in range(process.world))
-            wrong += not torch.equal(out, torch.full_like(out, total))
-        found = torch.tensor([wrong])
+        found = torch.zeros(len(algorithms), dtype=torch.int32)
+        for place, algorithm in enumerate(algorithms):
+            for number in range(8):
+                if halves == 1:
+                    window.used = 0
+                x = torch.full((64,), float(number * 10 + process.rank))
+                out = torch.empty_like(x)
+                DIRECT["all_reduce"][algorithm](x, out, team)
+                total = sum(float(number * 10 + rank) for rank in range(process.world))
+                found[place] += not torch.equal(out, torch.full_like(out, total))
         torch.distributed.all_reduce(found, group=ranks.control)
-        return int(found.item())
+        return found.tolist()
     finally:
         ranks.close()
 

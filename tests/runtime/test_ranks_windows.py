@@ -15,16 +15,13 @@ ALGORITHMS = sorted(DIRECT["all_reduce"])
 
 
 @pytest.mark.parametrize("late", ["reading", "writing"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_slow_rank_reads_what_was_written_for_it(
-    pool: RankPool, algorithm: str, late: str
-) -> None:
-    assert pool.run(2, rank_tasks.delayed_sums, algorithm, late, 2) == 0
+def test_a_slow_rank_reads_what_was_written_for_it(pool: RankPool, late: str) -> None:
+    assert set(pool.run(2, rank_tasks.delayed_sums, ALGORITHMS, late, 2)) == {0}
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot_push", "one_shot_pull"])
-def test_with_one_half_a_slow_rank_would_read_the_next_sum(pool: RankPool, algorithm: str) -> None:
-    assert pool.run(2, rank_tasks.delayed_sums, algorithm, "reading", 1) > 0
+def test_with_one_half_a_slow_rank_would_read_the_next_sum(pool: RankPool) -> None:
+    found = pool.run(2, rank_tasks.delayed_sums, ["one_shot_push", "one_shot_pull"], "reading", 1)
+    assert min(found) > 0
 
 
 def test_sizes_share_windows_that_end_with_the_ranks(pool: RankPool) -> None:
