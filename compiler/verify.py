@@ -34,8 +34,8 @@ Show = Callable[[str], None]
 
 # Mean divergence that a plan may have, in nats: one that only rounds otherwise, one whose kernels
 # round activations too, one whose weights were quantized to four bits. SmolLM2, whose 135 million
-# weights forgive little, has 0.014 to 0.020 at fp8 and 0.50 to 0.91 at mxfp4. Sums between ranks as
-# fp8 count as the second.
+# weights forgive little, has 0.014 to 0.024 at fp8, 0.027 to 0.036 with fp8 activations, too, and
+# 0.50 to 0.91 at mxfp4. Sums between ranks as fp8 count as the second.
 EXACT_KL, LOSSY_KL, INT4_KL, MXFP4_KL = 1e-6, 0.05, 0.2, 1.5
 _BY_WEIGHTS = {"int4": INT4_KL, "mxfp4": MXFP4_KL}
 # Greatest error relative to the greatest result, by the activations' type.
@@ -286,7 +286,8 @@ def _verify_module(
         wanted = _flat(module(*(t.float() if t.is_floating_point() else t for t in inputs)))
     found = _flat(loaded(*inputs))
     activations = plan.meta["phases"]["call"]["strategy"]["activations"]
-    allowed = max(_RELATIVE_ERROR[activations], _LOSSY_ERROR if compresses(plan) else 0.0)
+    is_rounded = compresses(plan) or plan.meta["phases"]["call"]["strategy"]["fp8_activations"]
+    allowed = max(_RELATIVE_ERROR[activations], _LOSSY_ERROR if is_rounded else 0.0)
     allowed = allowed if limit is None else limit
     errors = tuple(
         _error(f"output{number}", a, b, allowed)

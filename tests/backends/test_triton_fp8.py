@@ -35,6 +35,7 @@ from metainfer.backends.triton.cross import faults_of, resources_of
 from metainfer.compiler.kernels import launches_of
 from metainfer.ir.dtypes import BlockArray, parse_dtype
 from metainfer.ir.graph import Op
+from metainfer.ir.parser import parse_graph
 
 BLOCKS = WEIGHTS[0]
 
@@ -46,6 +47,15 @@ def test_products_of_codes(x: str, weight: str) -> None:
         op = product(x, weight, columns, inner)
         assert refused("triton.linear_fp8_thin", op) == []
         check_interpreted("triton.linear_fp8_m16", op, operands(op, rows), {"T": rows})
+
+
+def test_a_bias_is_added_before_the_product_is_rounded() -> None:
+    op = parse_graph(f"""graph g(%x: {GROUP}[T,128], @w: {BLOCKS}[40,128], @b: bf16[40]) {{
+      %0 = linear(%x, @w, @b) {{dtype = "bf16"}} : bf16[T,40]
+      return %0
+    }}""").ops[0]
+    assert refused("triton.linear_fp8_m64", op) == []
+    check_interpreted("triton.linear_fp8_m64", op, operands(op, 9), {"T": 9})
 
 
 def test_rows_that_are_no_whole_steps() -> None:

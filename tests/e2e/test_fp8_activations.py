@@ -1,13 +1,13 @@
 """fp8 activations through the whole path: tokens of the kernels are those of the interpreter."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from lm_steps import run_chunked
 
 import metainfer
+from metainfer.compiler.explain import summarize
 from metainfer.compiler.interpreted import tiny_error
 from metainfer.hardware import load_machine
 from metainfer.hardware.machine import Machine
@@ -52,18 +52,19 @@ def formats_of(plan: Plan) -> set[str]:
 def test_kernels_make_what_the_interpreter_makes(
     hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("METAINFER_VERIFY", "2")
+    if hidden == CONFIG.hidden:
+        monkeypatch.setenv("METAINFER_VERIFY", "2")
     spec = spec_of(replace(CONFIG, hidden=hidden))
     plan = metainfer.compile(spec, with_units(), options=FP8)
     rows = {"f8e4m3/row:f32"} if hidden % 128 else set()
     assert formats_of(plan) == {"f8e4m3/128:f32"} | rows
     _, relative = tiny_error(plan, spec)
-    # A code that falls on its other side, after sums in another order, is all that may differ.
-    assert relative < 2e-2
+    # Codes are the interpreter's own: sums in another order are all that may differ.
+    assert relative < 1e-5
 
 
 def test_greedy_tokens_are_nearly_those_of_plain_activations() -> None:
-    """Rounding shifts logits by a few hundredths of the largest, and by more than nothing."""
+    """Rounding shifts logits by one or two hundredths of the largest."""
     spec, machine = spec_of(), with_units()
     weights = dict(Decoder(CONFIG).float().state_dict())
     found = []
@@ -73,10 +74,10 @@ def test_greedy_tokens_are_nearly_those_of_plain_activations() -> None:
         found.append(run_chunked(model, TOKENS, 5))
     rounded, plain = found
     difference = np.abs(rounded - plain).max() / np.abs(plain).max()
-    assert 1e-4 < difference < 0.15
+    assert 1e-3 < difference < 0.05
 
 
-def test_a_device_without_units_says_so(tmp_path: Path) -> None:
+def test_a_device_without_units_says_so() -> None:
     plan = metainfer.compile(spec_of(), "cpu", options=FP8)
     assert formats_of(plan) == set()
     decisions = plan.entry("prefill", 0)["decisions"]
@@ -86,9 +87,18 @@ def test_a_device_without_units_says_so(tmp_path: Path) -> None:
         metainfer.compile(spec_of(), "cpu", options=replace(FP8, strict=True))
 
 
-@pytest.mark.parametrize("hw", ["1xh200", "8xpcie"])
-def test_cards_take_made_kernels_only(hw: str) -> None:
-    plan = metainfer.compile(spec_of(), hw, options=replace(FP8, strict=True, tp=1))
+def test_cards_take_made_kernels_only() -> None:
+    plan = metainfer.compile(spec_of(), "1xh200", options=replace(FP8, strict=True))
     kernels = {c.kernel for g in plan.module("prefill").graphs for op in g.ops for c in op.choices}
     assert any("_fp8_" in name for name in kernels)
+    summary = summarize(plan)
+    assert summary.formats["activations"] == "bf16, f8e4m3/128:f32 in products"
     assert {"triton.rms_norm_quantize", "triton.quantize"} & kernels
+
+
+def test_simulated_ranks_compute_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass is run on all ranks before and after; a sum, its norm and codes are one group."""
+    monkeypatch.setenv("METAINFER_VERIFY", "2")
+    plan = metainfer.compile(spec_of(), "2xh200", options=replace(FP8, tp=2))
+    kinds = {str(op.attr.get("kind")) for g in plan.module("decode").graphs for op in g.ops}
+    assert "all_reduce_add_rms_norm_quantize" in kinds

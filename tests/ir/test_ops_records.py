@@ -298,6 +298,9 @@ def test_whatever_shape_is_accepted_can_be_computed(data: st.DataObject) -> None
     [
         (("linear", "f32[T,8]", "f32[8,12]"), "(it is stored [out, in])"),
         (("linear", "bf16[T,8]", "f32[12,8]"), "bf16 by f32, which is no narrower"),
+        (("linear", "f8e4m3/row:f32[T,8]", "f8e4m3/row:f32[12,8]"), "linear of f8e4m3/row:f32"),
+        (("linear", "f8e4m3/row:f32[T,8]", "bf16[12,8]"), "linear of f8e4m3/row:f32 by bf16"),
+        (("linear", "f8e4m3/4x4:f32[8,8]", "f8e4m3/row:f32[12,8]"), "its blocks span rows"),
         (("matmul", "f32[4,8]", "f32[12,8]"), "inner sizes differ, 8 and 12"),
         (("add", "f32[4]", "bf16[4]"), "add: element types differ: bf16, f32"),
         (("add", "f32[T]", "f32[B]"), "add: sizes of dim 0 differ: B, T"),
