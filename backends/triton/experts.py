@@ -98,6 +98,7 @@ class Experts:
     Attributes:
         epilogue: what is done to the sum over a token's experts; None for nothing.
         operands: what that reads beside the sum.
+        normed: where its normed rows go, [T, D]; None if they are not wanted.
     """
 
     x: torch.Tensor
@@ -112,6 +113,7 @@ class Experts:
     workspace: torch.Tensor | None = None
     epilogue: Any = None
     operands: tuple[Any, ...] = ()
+    normed: torch.Tensor | None = None
 
     @property
     def pairs(self) -> int:
@@ -153,10 +155,11 @@ def of_call(call: TorchCall) -> Experts:
     if call.op.body is None:
         return made
     graph = body_of(call.op)
-    emitted = emit_epilogue(graph, *strided_of(call))
+    normed = call.outputs[1] if len(call.outputs) > 1 else None
+    emitted = emit_epilogue(graph, *strided_of(call), whole_rows=normed is not None)
     env = sizes_of(graph, call)
     operands = tuple(argument(p, call, (), (), env) for p in emitted.parameters)
-    return replace(made, epilogue=emitted.function(), operands=operands)
+    return replace(made, epilogue=emitted.function(), operands=operands, normed=normed)
 
 
 def experts(call: Experts, tiles: Tiles | None = None, *, wide: bool = False) -> list[Launch]:
@@ -409,7 +412,10 @@ def _down(
 
 def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
     from metainfer.backends.triton.templates.experts_grouped import experts_sum
-    from metainfer.backends.triton.templates.experts_then import experts_sum_then
+    from metainfer.backends.triton.templates.experts_then import (
+        experts_sum_norm,
+        experts_sum_then,
+    )
 
     tokens, width = call.out.shape
     columns = min(power_above(width), _SUM_COLUMNS)
@@ -424,7 +430,12 @@ def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
     # An empty tuple has no type that Triton could give it.
     arguments["operands"] = call.operands or (call.out,)
     constants["epilogue"] = call.epilogue
-    return Launch(experts_sum_then, grid, arguments, constants, 4, 1)
+    if call.normed is None:
+        return Launch(experts_sum_then, grid, arguments, constants, 4, 1)
+    arguments["normed"] = call.normed
+    constants["COLUMNS"] = power_above(width)
+    warps = 8 if width > 2 * _SUM_COLUMNS else 4
+    return Launch(experts_sum_norm, (tokens,), arguments, constants, warps, 1)
 
 
 def _matrix(call: Experts) -> str:

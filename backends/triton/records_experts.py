@@ -34,7 +34,8 @@ from metainfer.ir.graph import Op
 
 BF16_STEP = 2.0**-8
 _STACKS = (3, 4, 5)
-KIND, ADDED = "experts", "experts_add"
+KIND, ADDED, NORMED = "experts", "experts_add", "experts_add_rms_norm"
+_WIDEST_NORM = 8192  # columns of a row that one program sums
 
 # Not measured yet.
 _SOURCE = "assumed, to be replaced by benchmarks/gpu/experts.py"
@@ -46,7 +47,7 @@ CODED = Efficiency(0.65, 0.4, source=_SOURCE)
 
 def register_experts(kernels: Registry, layouts: LayoutRegistry) -> None:
     """Add one kernel for each format, and one for the groups that add to their sum."""
-    for kind in (KIND, ADDED):
+    for kind in (KIND, ADDED, NORMED):
         _register(kind, kernels, layouts)
 
 
@@ -96,7 +97,7 @@ def _kernel(
             multiple_of(3, 2, step, "D"),
             multiple_of(5, 2, step, "F"),
             dense(0, 1, 2),
-            *((FOLLOWED,) if kind == ADDED else ()),
+            *_THEN[kind],
         ),
         layouts=layouts,
         efficiency=efficiency,
@@ -109,13 +110,29 @@ def _kernel(
     )
 
 
-def _follows(query: Query) -> str | None:
-    # What an epilogue cannot do is raised, and read from there as the reason.
-    emit_epilogue(body_of(query.op), query.strided, query.strided)
-    return None
+def _followed(whole_rows: bool) -> Constraint:
+    def check(query: Query) -> str | None:
+        graph, gaps = body_of(query.op), query.strided
+        # What an epilogue cannot do is raised, and read from there as the reason.
+        emit_epilogue(graph, gaps, gaps, whole_rows=whole_rows)
+        return None
+
+    return Constraint("experts and what an epilogue can do", check)
 
 
-FOLLOWED = Constraint("experts and what an epilogue can do", _follows)
+def _is_narrow(query: Query) -> str | None:
+    width = query.tensor(0).shape[1].static
+    return None if width <= _WIDEST_NORM else str(width)
+
+
+_THEN: Mapping[str, tuple[Constraint, ...]] = {
+    KIND: (),
+    ADDED: (_followed(whole_rows=False),),
+    NORMED: (
+        _followed(whole_rows=True),
+        Constraint(f"rows of at most {_WIDEST_NORM}", _is_narrow),
+    ),
+}
 
 
 def alike(first: int, second: int) -> Constraint:

@@ -18,7 +18,6 @@ from metainfer.ir.ops.record import infer_types
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
-KIND = "experts_add"
 CASES = {
     "one token": Case(1),
     "sorted, some left out": Case(19, routing="some"),
@@ -29,13 +28,17 @@ CASES = {
 }
 
 
-# What is done to the sum: shared (s), its gate (g), residual (r).
+# What is done to the sum: shared (s), its gate (g), residual (r), a norm's weight (w).
 AFTER = {
     "residual": (("add", "sum r"),),
     "shared": (("add", "sum s"), ("add", "0 r")),
     "gated": (("sigmoid", "g"), ("mul", "0 s"), ("add", "sum 1")),
     "gated and residual": (
         ("sigmoid", "g"), ("mul", "0 s"), ("add", "sum 1"), ("add", "2 r"),
+    ),
+    "residual and norm": (("add", "sum r"), ("rms_norm", "0 w")),
+    "all and norm": (
+        ("sigmoid", "g"), ("mul", "0 s"), ("add", "sum 1"), ("add", "2 r"), ("rms_norm", "3 w"),
     ),
 }  # fmt: skip
 
@@ -46,26 +49,33 @@ def added(case: Case, after: str = "residual") -> tuple[Op, list[Data]]:
     whole, kind = op.result.tensor, scalar(case.dtype)
     values = {"sum": op.result, "g": Value("%g", whole.with_shape((whole.shape[0], dim(1))))}
     values.update((n, Value(f"%{n}", whole)) for n in "sr")
+    values["w"] = Value("@w", whole.with_shape(whole.shape[1:]))
     ops, inputs = [op], dict[str, Value]()
     for number, (name, read) in enumerate(AFTER[after]):
         operands = tuple(values[n] for n in read.split())
-        inputs.update((n, values[n]) for n in read.split() if n in "srg")
-        (type_,) = infer_types(name, [v.type for v in operands], {})
+        inputs.update((n, values[n]) for n in read.split() if n in "srgw")
+        more: dict[str, Any] = {"eps": 1e-6} if name == "rms_norm" else {}
+        (type_,) = infer_types(name, [v.type for v in operands], more)
         values[str(number)] = Value(f"%then{number}", type_)
-        ops.append(Op(name, operands, (values[str(number)],)))
-    result = ops[-1].result
-    body = Graph("body", (*op.operands, *inputs.values()), ops=tuple(ops), outputs=(result,))
-    attrs = {"kind": KIND, "activation": case.activation, "total": case.total}
-    group = Op("fused", body.inputs, (Value("%y", result.type),), attrs_of(attrs), body)
+        ops.append(Op(name, operands, (values[str(number)],), attrs_of(more)))
+    made = tuple(o.result for o in (ops[-2:] if "norm" in after else ops[-1:]))
+    body = Graph("body", (*op.operands, *inputs.values()), ops=tuple(ops), outputs=made)
+    attrs = {"kind": kind_of(after), "activation": case.activation, "total": case.total}
+    results = tuple(Value(f"%y{i}", v.type) for i, v in enumerate(made))
+    group = Op("fused", body.inputs, results, attrs_of(attrs), body)
     rng = np.random.default_rng(9)
-    wide = {n: rng.normal(size=(case.tokens, case.width)).astype(kind.numpy) for n in "srg"}
-    wide["g"] = wide["g"][:, 5:6]
+    wide = {n: rng.normal(size=(case.tokens, case.width)).astype(kind.numpy) for n in "srgw"}
+    wide["g"], wide["w"] = wide["g"][:, 5:6], wide["w"][0]
     return group, [*data, *(wide[n] for n in inputs)]
 
 
-def name_of(case: Case) -> str:
+def kind_of(after: str) -> str:
+    return "experts_add_rms_norm" if "norm" in after else "experts_add"
+
+
+def name_of(case: Case, after: str = "") -> str:
     form = {"f8": "e4m3", "f4": "e2m1"}.get(case.format[:2], case.format)
-    return f"triton.{KIND}_{form}"
+    return f"triton.{kind_of(after)}_{form}"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,13 +85,13 @@ def test_the_residual_is_added(name: str) -> None:
     check_interpreted(name_of(CASES[name]), op, data)
 
 
-@pytest.mark.parametrize("after", ["shared", "gated", "gated and residual"])
+@pytest.mark.parametrize("after", [a for a in AFTER if a != "residual"])
 @pytest.mark.parametrize("name", ["one token", "sorted, some left out", "f16"])
 def test_an_expert_of_all_tokens_is_added(name: str, after: str) -> None:
     op, data = added(CASES[name], after)
     gates = frozenset(i for i, v in enumerate(op.operands) if v.name == "%g")
-    assert refused(name_of(CASES[name]), op, gates) == []
-    check_interpreted(name_of(CASES[name]), op, data)
+    assert refused(name_of(CASES[name], after), op, gates) == []
+    check_interpreted(name_of(CASES[name], after), op, data)
 
 
 @pytest.mark.gpu
@@ -90,12 +100,19 @@ def test_an_expert_of_all_tokens_is_added(name: str, after: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_sums_on_a_gpu(name: str, after: str) -> None:
     op, data = added(CASES[name], after)
-    check_on_gpu(name_of(CASES[name]), op, data)
+    check_on_gpu(name_of(CASES[name], after), op, data)
 
 
-def test_the_gated_group_compiles_for_cards_that_are_not_here() -> None:
-    op, _ = added(CASES["many"], "gated and residual")
-    check_compiles(name_of(CASES["many"]), op)
+@pytest.mark.parametrize("after", ["gated and residual", "all and norm"])
+def test_the_gated_group_compiles_for_cards_that_are_not_here(after: str) -> None:
+    op, _ = added(CASES["many"], after)
+    check_compiles(name_of(CASES["many"], after), op)
+
+
+def test_rows_that_are_no_power_of_two_are_normed() -> None:
+    case = Case(5, width=80, inner=32)
+    op, data = added(case, "all and norm")
+    check_interpreted(name_of(case, "all and norm"), op, data)
 
 
 @pytest.mark.parametrize("name", ["one token", "many", "mxfp4"])
@@ -128,13 +145,13 @@ def kinds_of(model: str, hw: str, **options: Any) -> list[str]:
 
 def test_a_sparse_layer_without_collectives_is_three_groups() -> None:
     found = kinds_of("qwen3_moe", "1xh200")
-    assert found[-4:] == ["linear", "route_experts", "experts_add", "rms_norm"]
+    assert found[-3:] == ["linear", "route_experts", "experts_add_rms_norm"]
 
 
 def test_an_expert_of_all_tokens_leaves_no_launch_behind() -> None:
     shared = ["linear_silu_mul", "linear"]
     one = kinds_of("qwen2_moe", "1xh200", overlap=False)
     routed = ["linear_add", "rms_norm", "linear", "route_experts"]
-    assert one == [*routed, *shared, "experts_add", "rms_norm"]
+    assert one == [*routed, *shared, "experts_add_rms_norm"]
     two = kinds_of("qwen2_moe", "8xpcie", overlap=False, tp=2, ep=2)
     assert two[-3:] == [shared[-1], "experts_add", "all_reduce_add_rms_norm"]

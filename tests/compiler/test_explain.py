@@ -96,13 +96,14 @@ def test_fused_groups_say_what_they_save(plan: Plan, foreign: Plan) -> None:
 
 def test_experts_are_several_operators() -> None:
     sparse: Any = metainfer.compile("metainfer.models.qwen3_moe:tiny", "1xh200")
-    group = next(g for g in group_reports(sparse, "decode") if g.kind == "experts_add")
+    group = next(g for g in group_reports(sparse, "decode") if g.kind == "experts_add_rms_norm")
     routed = ("gather", "gate", "up", "activation", "down", "top-k reduce")
-    assert group.body == (*routed, "add")
-    # Sorting, gate and up, down, and the sum with the add behind it.
-    assert group.saved_launches == len(routed) + 2 - 4
-    # Four pairs: rows of 64 gathered, two products of 64, each written and read; then the sum.
-    assert group.saved_bytes == 2 * (4 * (2 * 64 + 4 * 64) + 2 * 64)
+    assert group.body == (*routed, "add", "rms_norm")
+    # Sorting, gate and up, down, and the sum with the add and the norm behind it.
+    assert group.saved_launches == len(routed) + 3 - 4
+    # Four pairs: rows of 64 gathered, two products of 64, each written and read; then the sum, and
+    # that with the residual, which is read for the norm.
+    assert group.saved_bytes == 2 * (4 * (2 * 64 + 4 * 64) + 2 * 64 + 64)
 
 
 def test_fallbacks_come_with_their_loss(foreign: Plan) -> None:

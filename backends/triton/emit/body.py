@@ -404,13 +404,17 @@ class Body:
             terms.append(times(entry.text, name))
         return plus(*terms)
 
-    def enter(self, space: Space) -> tuple[Index, ...]:
-        """Take a tile whose rows ``r0`` and columns ``c0`` are arguments; its indices."""
+    def enter(self, space: Space, *, whole_rows: bool = False) -> tuple[Index, ...]:
+        """Take a tile whose rows ``r0`` and columns ``c0`` are arguments; its indices.
+
+        Columns of whole rows are named as such, so that sums along them find them.
+        """
         self.spaces.append(space)
-        for axis in (space.row, COLUMN):
+        column = f"c{space.width.static}" if whole_rows else COLUMN
+        for axis in (space.row, column):
             self._masks[axis] = f"{axis}_in"
         lead = self._split_rows(space)
-        return (*lead, Index(COLUMN, frozenset([COLUMN])))
+        return (*lead, Index(column, frozenset([column])))
 
     # --- results ------------------------------------------------------------------------------
 

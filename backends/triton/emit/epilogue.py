@@ -2,15 +2,18 @@
 
 A group of a linear, or of experts, and elementwise ops after it: the template hands its float32
 tile to ``epilogue(acc, operands, r0, c0, r0_in, c0_in)`` and stores what comes back. A linear's
-bias is added before the product is rounded, as the op's own definition has it.
+bias is added before the product is rounded, as the op's own definition has it. Where the tile is
+whole rows (of experts), norms may follow, and several results leave.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from metainfer.backends.triton.emit.body import Body
+from metainfer.backends.triton.emit.body import Body, Handler
 from metainfer.backends.triton.emit.index import Index, broadcast, joined
+from metainfer.backends.triton.emit.rows import rms_norm
 from metainfer.backends.triton.emit.source import (
     Parameter,
     is_used,
@@ -27,6 +30,7 @@ from metainfer.ir.printer import print_type
 _NAME = "epilogue"
 # Products that templates compute, and how many operands are the template's own.
 _OWN = {"linear": 2, "experts": 6}
+_OF_ROWS: dict[str, Handler] = {"rms_norm": rms_norm}
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -49,35 +53,37 @@ class Epilogue:
 
 @lru_cache(maxsize=1024)
 def emit_epilogue(
-    graph: Graph, strided: frozenset[int] = _NOTHING, unit_last: frozenset[int] = _NOTHING
-) -> Epilogue:
+    graph: Graph, strided: frozenset[int] = _NOTHING, unit_last: frozenset[int] = _NOTHING,
+    *, whole_rows: bool = False,
+) -> Epilogue:  # fmt: skip
     """Emit what a group does after its product.
 
     Args:
         graph: its body; the product is of the first inputs.
         strided: operands that are views with gaps.
         unit_last: those of them whose last dim is dense.
+        whole_rows: whether a tile holds rows as wholes.
 
     Raises: Unsupported if the group does anything else.
     """
-    product = _product(graph)
-    result = graph.outputs[0]
-    shape = result.tensor.shape
+    product = _product(graph, most=2 if whole_rows else 1)
+    shape = product.result.tensor.shape
     space = Space(0, shape[:-1], shape[-1], 1, 1)
-    body = Body(graph, (), strided, unit_last, {})
-    index = body.enter(space)
+    body = Body(graph, (), strided, unit_last, dict(_OF_ROWS) if whole_rows else {})
+    index = body.enter(space, whole_rows=whole_rows)
     body.handlers[product.name] = _made(index)
-    made = body.value(result, index)
+    made = [body.value(result, index) for result in graph.outputs]
     lines = without_unused(body.lines)
     parameters = tuple(p for p in parameters_of(graph, body) if is_used(p.name, lines))
-    text = _text(graph, product, parameters, lines, made)
+    text = _text(graph, product, parameters, lines, made, index[-1].text)
     return Epilogue(text, parameters)
 
 
-def _product(graph: Graph) -> Op:
+def _product(graph: Graph, most: int) -> Op:
     """The group's product.
 
-    Raises: Unsupported if there is not exactly one, of the first inputs, stored as one result.
+    Raises: Unsupported if there is not exactly one, of the first inputs, stored as one result or
+        as several of its shape.
     """
     found = [o for o in graph.ops if o.name in _OWN]
     own = _OWN[found[0].name] if found else 0
@@ -86,7 +92,7 @@ def _product(graph: Graph) -> Op:
     if (
         len(found) != 1
         or [v.name for v in found[0].operands[:own]] != inputs[:own]
-        or len(graph.outputs) != 1
+        or not 1 <= len(graph.outputs) <= most
         or len(shapes) != 1
     ):
         raise Unsupported(
@@ -115,8 +121,9 @@ def _made(place: tuple[Index, ...]) -> Any:
 
 
 def _text(
-    graph: Graph, product: Op, parameters: tuple[Parameter, ...], lines: list[str], made: Expr
-) -> str:
+    graph: Graph, product: Op, parameters: tuple[Parameter, ...], lines: list[str],
+    made: Sequence[Expr], column: str,
+) -> str:  # fmt: skip
     imports = ["import triton", "import triton.language as tl"]
     if any("functions." in line for line in lines):
         imports += ["", "from metainfer.backends.triton.templates import functions"]
@@ -126,7 +133,7 @@ def _text(
         [
             f'"""{plain_text(graph.name)}: what follows the product of {shown}."""',
             "", *imports, "", "", "@triton.jit",
-            f"def {_NAME}(acc, operands, r0, c0, r0_in, c0_in):", *taken, *lines,
-            f"    return {made.text}", "",
+            f"def {_NAME}(acc, operands, r0, {column}, r0_in, {column}_in):", *taken, *lines,
+            f"    return {', '.join(m.text for m in made)}", "",
         ]
     )  # fmt: skip

@@ -5,6 +5,22 @@ import triton.language as tl
 
 
 @triton.jit
+def sum_pairs(
+    pairs, ids, token, column, E, D,
+    CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sum over a token's pairs, [COLUMNS] in float32; pairs of no expert were not written."""
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        expert = tl.load(ids + token * CHOICES + choice)
+        known = (expert >= 0) & (expert < E) & (column < D)
+        for part in tl.static_range(PARTS):
+            row = ((token * CHOICES + choice) * PARTS + part).to(tl.int64)
+            acc += tl.load(pairs + row * D + column, mask=known, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
 def experts_sum_then(
     pairs, ids, operands, out, E, D, out_token,
     epilogue: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -17,14 +33,28 @@ def experts_sum_then(
     blocks = tl.cdiv(D, COLUMNS)
     token = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.zeros([COLUMNS], tl.float32)
-    for choice in tl.static_range(CHOICES):
-        expert = tl.load(ids + token * CHOICES + choice)
-        known = (expert >= 0) & (expert < E) & (column < D)
-        for part in tl.static_range(PARTS):
-            row = ((token * CHOICES + choice) * PARTS + part).to(tl.int64)
-            acc += tl.load(pairs + row * D + column, mask=known, other=0.0).to(tl.float32)
+    acc = sum_pairs(pairs, ids, token, column, E, D, CHOICES, PARTS, COLUMNS)
     row = tl.zeros([1, 1], tl.int64) + token
     there = column[None, :] < D
     made = epilogue(acc[None, :], operands, row, column[None, :], row >= 0, there)
     tl.store(out + row * out_token + column[None, :], made.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def experts_sum_norm(
+    pairs, ids, operands, out, normed, E, D, out_token,
+    epilogue: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """As `experts_sum_then`, a row a program: its epilogue norms the row too.
+
+    Shapes: pairs [T * CHOICES, PARTS, D] -> out [T, D], normed [T, D].
+    """
+    token = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    acc = sum_pairs(pairs, ids, token, column, E, D, CHOICES, PARTS, COLUMNS)
+    row = tl.zeros([1, 1], tl.int64) + token
+    there = column[None, :] < D
+    added, scaled = epilogue(acc[None, :], operands, row, column[None, :], row >= 0, there)
+    spot = row * out_token + column[None, :]
+    tl.store(out + spot, added.to(out.dtype.element_ty), mask=there)
+    tl.store(normed + spot, scaled.to(normed.dtype.element_ty), mask=there)
