@@ -11,6 +11,7 @@ from metainfer.ir.dtypes import F8E4M3, FP8_GROUP, FP8_ROW, Block, Scalar
 from metainfer.ir.format_error import relative_rms
 from metainfer.ir.graph import Graph, Module, Op, Value, attrs_of
 from metainfer.ir.naming import canonical_names
+from metainfer.ir.types import TensorType
 from metainfer.passes.target import Decision, Target
 
 NAME = "quantize_activations"
@@ -32,8 +33,9 @@ class _Rounding:
 def quantize_activations(module: Module, target: Target) -> Module:
     """Round what products of fp8 weights read to fp8 codes, a scale for each 128 numbers of a row.
 
-    Rows that are no whole blocks take one scale each. Needs matrix units for fp8 operands: without
-    them nothing changes, and the report says so.
+    Rows that are no whole groups take one scale each, and so do those that only weights with a
+    scale for a row or for all of them read: libraries multiply these. Needs matrix units for fp8
+    operands: without them nothing changes, and the report says so.
 
     Before::
 
@@ -80,7 +82,7 @@ def _roundings(graph: Graph, target: Target) -> list[_Rounding]:
         value = op.operands[0]
         values[value.name] = value
         readers.setdefault(value.name, []).append(op)
-    found = [_Rounding(v, _format(v), tuple(readers[v.name])) for v in values.values()]
+    found = [_rounding(v, readers[v.name]) for v in values.values()]
     for rounding in found:
         _report(graph, rounding, target)
     return found
@@ -98,14 +100,23 @@ def _refusal(op: Op) -> str:
         return f"the weight is {format_}"
     if not op.operands[1].is_weight or len(format_.block) > 2:
         return "the second operand is no plain weight"
-    wide = format_.extents(2)[1]
+    wide = _wide(weight)
     if wide % _STEP:
         return f"scales of {wide} numbers each are shorter than a step of {_STEP}"
     return ""
 
 
-def _format(value: Value) -> Block:
-    return FP8_ROW if value.tensor.shape[-1].static % FP8_GROUP.block[0] else FP8_GROUP
+def _rounding(value: Value, readers: Sequence[Op]) -> _Rounding:
+    """Groups of a row where one weight has scales along it, too, and they are whole."""
+    is_cut = value.tensor.shape[-1].static % FP8_GROUP.block[0]
+    has_groups = any(_wide(op.operands[1].tensor) for op in readers)
+    return _Rounding(value, FP8_GROUP if has_groups and not is_cut else FP8_ROW, tuple(readers))
+
+
+def _wide(weight: TensorType) -> int:
+    """Numbers along K under one scale of a weight, 0 for all of a row."""
+    assert isinstance(weight.dtype, Block)
+    return weight.dtype.extents(2)[1]
 
 
 def _report(graph: Graph, rounding: _Rounding, target: Target) -> None:

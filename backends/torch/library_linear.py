@@ -12,6 +12,7 @@ from torch.nn import functional
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.layouts import Int4Groups, RowScaled
 from metainfer.backends.torch.quantize import quantize
+from metainfer.backends.torch.tensors import BlockTensors
 from metainfer.ir.dtypes import FP8_ROW
 
 Run = Callable[[TorchCall], None]
@@ -134,6 +135,20 @@ def linear_fp8(call: TorchCall) -> None:
         codes,
         weight.codes.t(),
         scale_a=scales,
+        scale_b=weight.scales[None, :],
+        out_dtype=torch.bfloat16,
+    )
+    _finish(call, made)
+
+
+def linear_fp8_rounded(call: TorchCall) -> None:
+    """The same product of activations that are codes already, a scale a row."""
+    x: BlockTensors = call.inputs[0]
+    weight: RowScaled = call.inputs[1]
+    made = aten._scaled_mm(
+        _matrix(x.codes),
+        weight.codes.t(),
+        scale_a=_matrix(x.scales),
         scale_b=weight.scales[None, :],
         out_dtype=torch.bfloat16,
     )

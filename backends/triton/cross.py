@@ -39,9 +39,10 @@ _TYPES = {
     torch.float8_e5m2: "*fp8e5", torch.float8_e8m0fnu: "*u8",
 }  # fmt: skip
 _DIVISIBLE = [["tt.divisibility", 16]]
-# How instructions spell an operand type.
+# How instructions spell an operand type; those of sm_100 name what they multiply by its width.
 _SPELLED = {
-    "bf16": ("bf16",), "f16": ("f16",), "f8e4m3": ("e4m3",), "tf32": ("tf32",), "i8": ("s8",),
+    "bf16": ("bf16",), "f16": ("f16",), "f8e4m3": ("e4m3", "kind::f8f6f4"), "tf32": ("tf32",),
+    "i8": ("s8",),
 }  # fmt: skip
 
 

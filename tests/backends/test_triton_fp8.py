@@ -31,7 +31,7 @@ from triton_worker import (
 from metainfer.backends.kernel import Query
 from metainfer.backends.registry import installed
 from metainfer.backends.torch.check import run_reference
-from metainfer.backends.triton.cross import faults_of, resources_of
+from metainfer.backends.triton.cross import Resources, faults_of, resources_of
 from metainfer.compiler.kernels import launches_of
 from metainfer.ir.dtypes import BlockArray, parse_dtype
 from metainfer.ir.graph import Op
@@ -182,3 +182,14 @@ def test_cards_without_units_are_refused() -> None:
     ):
         refusals = installed().kernels.get(name).refusals(Query(op, old, {}))
         assert "feature fp8_mma" in [r.constraint for r in refusals]
+
+
+def test_instructions_that_name_their_operands_by_width_count() -> None:
+    """sm_100's fp8 instruction is kind::f8f6f4, f16's is kind::f16."""
+    card = CARDS["1xh200"]
+    kernel, op = installed().kernels.get("triton.linear_fp8_m64"), product(GROUP, BLOCKS, 128, 128)
+    (launch,) = launches_of(kernel, op, card, {"T": 64}, installed())
+    name = "tcgen05.mma.cta_group::1.kind::"
+    assert faults_of(Resources(0, 0, 0, (f"{name}f8f6f4",)), launch, card) == []
+    (fault,) = faults_of(Resources(0, 0, 0, (f"{name}f16",)), launch, card)
+    assert fault.startswith("wanted a matrix instruction for f8e4m3")

@@ -53,6 +53,14 @@ def test_products(tile: str, x: str, weight: str) -> None:
         check_on_gpu(name, op, operands(op, tokens), {"T": tokens})
 
 
+@pytest.mark.parametrize("columns", [48, 4096])
+@pytest.mark.parametrize("weight", ["f8e4m3/row:f32", "f8e4m3/tensor:f32"])
+def test_library_products(weight: str, columns: int) -> None:
+    op = product(ROW, weight, columns, 1024)
+    for tokens in (1, 300):
+        check_on_gpu("cuda.linear_fp8_rounded", op, operands(op, tokens), {"T": tokens})
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_products_with_the_residual(tile: str) -> None:
     name, op = f"triton.linear_add_fp8_{tile}", product(GROUP, BLOCKS, 4096, 2048, "add")
