@@ -14,7 +14,7 @@ import torch
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.codes import Codes
 from metainfer.backends.triton.attention import power_above, sms_of
-from metainfer.backends.triton.emit.epilogue import emit_epilogue
+from metainfer.backends.triton.emit.epilogue import emit_epilogue, emit_row_epilogue
 from metainfer.backends.triton.emit.source import body_of
 from metainfer.backends.triton.interpreter import is_interpreting
 from metainfer.backends.triton.launch import Launch
@@ -97,8 +97,8 @@ class Experts:
 
     Attributes:
         epilogue: what is done to the sum over a token's experts; None for nothing.
-        operands: what that reads beside the sum.
-        normed: where its normed rows go, [T, D]; None if they are not wanted.
+        operands: what that reads beside the sum, and writes where it stores by itself.
+        of_rows: whether it takes whole rows, and stores what it makes of them.
     """
 
     x: torch.Tensor
@@ -113,7 +113,7 @@ class Experts:
     workspace: torch.Tensor | None = None
     epilogue: Any = None
     operands: tuple[Any, ...] = ()
-    normed: torch.Tensor | None = None
+    of_rows: bool = False
 
     @property
     def pairs(self) -> int:
@@ -155,11 +155,11 @@ def of_call(call: TorchCall) -> Experts:
     if call.op.body is None:
         return made
     graph = body_of(call.op)
-    normed = call.outputs[1] if len(call.outputs) > 1 else None
-    emitted = emit_epilogue(graph, *strided_of(call), whole_rows=normed is not None)
+    of_rows = len(call.outputs) > 1
+    emitted = (emit_row_epilogue if of_rows else emit_epilogue)(graph, *strided_of(call))
     env = sizes_of(graph, call)
     operands = tuple(argument(p, call, (), (), env) for p in emitted.parameters)
-    return replace(made, epilogue=emitted.function(), operands=operands, normed=normed)
+    return replace(made, epilogue=emitted.function(), operands=operands, of_rows=of_rows)
 
 
 def experts(call: Experts, tiles: Tiles | None = None, *, wide: bool = False) -> list[Launch]:
@@ -412,10 +412,7 @@ def _down(
 
 def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
     from metainfer.backends.triton.templates.experts_grouped import experts_sum
-    from metainfer.backends.triton.templates.experts_then import (
-        experts_sum_norm,
-        experts_sum_then,
-    )
+    from metainfer.backends.triton.templates.experts_then import experts_sum_row, experts_sum_then
 
     tokens, width = call.out.shape
     columns = min(power_above(width), _SUM_COLUMNS)
@@ -427,15 +424,15 @@ def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
     grid = (tokens * -(-width // columns),)
     if call.epilogue is None:
         return Launch(experts_sum, grid, arguments, constants, 4, 1)
+    constants["epilogue"] = call.epilogue
     # An empty tuple has no type that Triton could give it.
     arguments["operands"] = call.operands or (call.out,)
-    constants["epilogue"] = call.epilogue
-    if call.normed is None:
+    if not call.of_rows:
         return Launch(experts_sum_then, grid, arguments, constants, 4, 1)
-    arguments["normed"] = call.normed
+    del arguments["out"], arguments["out_token"]
     constants["COLUMNS"] = power_above(width)
     warps = 8 if width > 2 * _SUM_COLUMNS else 4
-    return Launch(experts_sum_norm, (tokens,), arguments, constants, warps, 1)
+    return Launch(experts_sum_row, (tokens,), arguments, constants, warps, 1)
 
 
 def _matrix(call: Experts) -> str:

@@ -23,7 +23,7 @@ from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.codes import NAME as CODES
 from metainfer.backends.torch.constraints import format_is
-from metainfer.backends.triton.emit.epilogue import emit_epilogue
+from metainfer.backends.triton.emit.epilogue import Epilogue, emit_epilogue, emit_row_epilogue
 from metainfer.backends.triton.emit.source import body_of
 from metainfer.backends.triton.experts import experts, of_call, scratch_bound
 from metainfer.backends.triton.fits import fits
@@ -34,7 +34,8 @@ from metainfer.ir.graph import Op
 
 BF16_STEP = 2.0**-8
 _STACKS = (3, 4, 5)
-KIND, ADDED, NORMED = "experts", "experts_add", "experts_add_rms_norm"
+KIND, ADDED = "experts", "experts_add"
+NORMED, ROUNDED = "experts_add_rms_norm", "experts_add_rms_norm_quantize"
 _WIDEST_NORM = 8192  # columns of a row that one program sums
 
 # Not measured yet.
@@ -47,7 +48,7 @@ CODED = Efficiency(0.65, 0.4, source=_SOURCE)
 
 def register_experts(kernels: Registry, layouts: LayoutRegistry) -> None:
     """Add one kernel for each format, and one for the groups that add to their sum."""
-    for kind in (KIND, ADDED, NORMED):
+    for kind in (KIND, ADDED, NORMED, ROUNDED):
         _register(kind, kernels, layouts)
 
 
@@ -110,11 +111,10 @@ def _kernel(
     )
 
 
-def _followed(whole_rows: bool) -> Constraint:
+def _followed(emitted: Callable[..., Epilogue]) -> Constraint:
     def check(query: Query) -> str | None:
-        graph, gaps = body_of(query.op), query.strided
         # What an epilogue cannot do is raised, and read from there as the reason.
-        emit_epilogue(graph, gaps, gaps, whole_rows=whole_rows)
+        emitted(body_of(query.op), query.strided, query.strided)
         return None
 
     return Constraint("experts and what an epilogue can do", check)
@@ -125,14 +125,12 @@ def _is_narrow(query: Query) -> str | None:
     return None if width <= _WIDEST_NORM else str(width)
 
 
+_OF_ROWS = (
+    _followed(emit_row_epilogue), Constraint(f"rows of at most {_WIDEST_NORM}", _is_narrow),
+)  # fmt: skip
 _THEN: Mapping[str, tuple[Constraint, ...]] = {
-    KIND: (),
-    ADDED: (_followed(whole_rows=False),),
-    NORMED: (
-        _followed(whole_rows=True),
-        Constraint(f"rows of at most {_WIDEST_NORM}", _is_narrow),
-    ),
-}
+    KIND: (), ADDED: (_followed(emit_epilogue),), NORMED: _OF_ROWS, ROUNDED: _OF_ROWS,
+}  # fmt: skip
 
 
 def alike(first: int, second: int) -> Constraint:

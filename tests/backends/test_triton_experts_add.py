@@ -40,6 +40,12 @@ AFTER = {
     "all and norm": (
         ("sigmoid", "g"), ("mul", "0 s"), ("add", "sum 1"), ("add", "2 r"), ("rms_norm", "3 w"),
     ),
+    "norm as codes": (("add", "sum r"), ("rms_norm", "0 w"), ("quantize", "1")),
+}  # fmt: skip
+
+
+ATTRS: dict[str, dict[str, Any]] = {
+    "rms_norm": {"eps": 1e-6}, "quantize": {"format": "f8e4m3/16:f32"},
 }  # fmt: skip
 
 
@@ -54,11 +60,14 @@ def added(case: Case, after: str = "residual") -> tuple[Op, list[Data]]:
     for number, (name, read) in enumerate(AFTER[after]):
         operands = tuple(values[n] for n in read.split())
         inputs.update((n, values[n]) for n in read.split() if n in "srgw")
-        more: dict[str, Any] = {"eps": 1e-6} if name == "rms_norm" else {}
+        more = ATTRS.get(name, {})
         (type_,) = infer_types(name, [v.type for v in operands], more)
         values[str(number)] = Value(f"%then{number}", type_)
         ops.append(Op(name, operands, (values[str(number)],), attrs_of(more)))
-    made = tuple(o.result for o in (ops[-2:] if "norm" in after else ops[-1:]))
+    made = (ops[-1].result,)
+    if "norm" in after:
+        # The sum that is normed leaves too.
+        made = (next(o.result for o in reversed(ops) if o.name == "add"), *made)
     body = Graph("body", (*op.operands, *inputs.values()), ops=tuple(ops), outputs=made)
     attrs = {"kind": kind_of(after), "activation": case.activation, "total": case.total}
     results = tuple(Value(f"%y{i}", v.type) for i, v in enumerate(made))
@@ -70,7 +79,8 @@ def added(case: Case, after: str = "residual") -> tuple[Op, list[Data]]:
 
 
 def kind_of(after: str) -> str:
-    return "experts_add_rms_norm" if "norm" in after else "experts_add"
+    last = "_quantize" if "codes" in after else ""
+    return f"experts_add_rms_norm{last}" if "norm" in after else "experts_add"
 
 
 def name_of(case: Case, after: str = "") -> str:
@@ -103,7 +113,7 @@ def test_sums_on_a_gpu(name: str, after: str) -> None:
     check_on_gpu(name_of(CASES[name], after), op, data)
 
 
-@pytest.mark.parametrize("after", ["gated and residual", "all and norm"])
+@pytest.mark.parametrize("after", ["gated and residual", "all and norm", "norm as codes"])
 def test_the_gated_group_compiles_for_cards_that_are_not_here(after: str) -> None:
     op, _ = added(CASES["many"], after)
     check_compiles(name_of(CASES["many"], after), op)

@@ -404,17 +404,18 @@ class Body:
             terms.append(times(entry.text, name))
         return plus(*terms)
 
-    def enter(self, space: Space, *, whole_rows: bool = False) -> tuple[Index, ...]:
-        """Take a tile whose rows ``r0`` and columns ``c0`` are arguments; its indices.
+    def enter(self, space: Space) -> tuple[Index, ...]:
+        """Take a tile whose rows ``r0`` and columns ``c0`` are arguments; its indices."""
+        self._masks[COLUMN] = f"{COLUMN}_in"
+        return (*self.enter_row(space), Index(COLUMN, frozenset([COLUMN])))
 
-        Columns of whole rows are named as such, so that sums along them find them.
-        """
+    def enter_row(self, space: Space) -> tuple[Index, ...]:
+        """Take whole rows ``r0`` that are an argument; the indices of their dims."""
         self.spaces.append(space)
-        column = f"c{space.width.static}" if whole_rows else COLUMN
-        for axis in (space.row, column):
-            self._masks[axis] = f"{axis}_in"
-        lead = self._split_rows(space)
-        return (*lead, Index(column, frozenset([column])))
+        self._masks[space.row] = f"{space.row}_in"
+        self._extents[space.row] = space.rows
+        self.is_chunked = False
+        return self._split_rows(space)
 
     # --- results ------------------------------------------------------------------------------
 

@@ -2,27 +2,30 @@
 
 A group of a linear, or of experts, and elementwise ops after it: the template hands its float32
 tile to ``epilogue(acc, operands, r0, c0, r0_in, c0_in)`` and stores what comes back. A linear's
-bias is added before the product is rounded, as the op's own definition has it. Where the tile is
-whole rows (of experts), norms may follow, and several results leave.
+bias is added before the product is rounded, as the op's own definition has it.
+
+Where the tile is a whole row (of experts), ops over rows may follow, norms and the rounding to fp8
+codes: ``epilogue(acc, operands, r0, r0_in)`` then stores the results itself.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from metainfer.backends.triton.emit.body import Body, Handler
+from metainfer.backends.triton.emit.body import Body
 from metainfer.backends.triton.emit.index import Index, broadcast, joined
-from metainfer.backends.triton.emit.rows import rms_norm
+from metainfer.backends.triton.emit.rows import HANDLERS
 from metainfer.backends.triton.emit.source import (
     Parameter,
     is_used,
     module_of,
     parameters_of,
     plain_text,
+    stores_of,
+    templates_of,
     without_unused,
 )
-from metainfer.backends.triton.emit.tiles import Expr, Space
+from metainfer.backends.triton.emit.tiles import Expr, Space, power_of_two
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op
 from metainfer.ir.printer import print_type
@@ -30,7 +33,6 @@ from metainfer.ir.printer import print_type
 _NAME = "epilogue"
 # Products that templates compute, and how many operands are the template's own.
 _OWN = {"linear": 2, "experts": 6}
-_OF_ROWS: dict[str, Handler] = {"rms_norm": rms_norm}
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -53,30 +55,56 @@ class Epilogue:
 
 @lru_cache(maxsize=1024)
 def emit_epilogue(
-    graph: Graph, strided: frozenset[int] = _NOTHING, unit_last: frozenset[int] = _NOTHING,
-    *, whole_rows: bool = False,
-) -> Epilogue:  # fmt: skip
+    graph: Graph, strided: frozenset[int] = _NOTHING, unit_last: frozenset[int] = _NOTHING
+) -> Epilogue:
     """Emit what a group does after its product.
 
     Args:
         graph: its body; the product is of the first inputs.
         strided: operands that are views with gaps.
         unit_last: those of them whose last dim is dense.
-        whole_rows: whether a tile holds rows as wholes.
 
     Raises: Unsupported if the group does anything else.
     """
-    product = _product(graph, most=2 if whole_rows else 1)
+    product = _product(graph, most=1)
     shape = product.result.tensor.shape
     space = Space(0, shape[:-1], shape[-1], 1, 1)
-    body = Body(graph, (), strided, unit_last, dict(_OF_ROWS) if whole_rows else {})
-    index = body.enter(space, whole_rows=whole_rows)
+    body = Body(graph, (), strided, unit_last, {})
+    index = body.enter(space)
     body.handlers[product.name] = _made(index)
-    made = [body.value(result, index) for result in graph.outputs]
-    lines = without_unused(body.lines)
+    made = body.value(graph.outputs[0], index)
+    lines = [*without_unused(body.lines), f"    return {made.text}"]
+    return _epilogue(graph, product, body, lines, "r0, c0, r0_in, c0_in")
+
+
+@lru_cache(maxsize=1024)
+def emit_row_epilogue(
+    graph: Graph, strided: frozenset[int] = _NOTHING, unit_last: frozenset[int] = _NOTHING
+) -> Epilogue:
+    """Emit what a group does after its product, for a tile of one whole row.
+
+    Args:
+        graph: its body; the product is of the first inputs.
+        strided: operands that are views with gaps.
+        unit_last: those of them whose last dim is dense.
+
+    Raises: Unsupported if the group does anything else.
+    """
+    product = _product(graph, most=2)
+    shape = product.result.tensor.shape
+    space = Space(0, shape[:-1], shape[-1], 1, power_of_two(shape[-1].static))
+    body = Body(graph, (), strided, unit_last, HANDLERS)
+    lead = body.enter_row(space)
+    body.handlers = {**HANDLERS, product.name: _made((*lead, body.whole(space.width)))}
+    for store in stores_of(graph):
+        body.store(store)
+    lines = without_unused([f"    {line}" for line in body.axes] + body.lines)
+    return _epilogue(graph, product, body, lines, "r0, r0_in")
+
+
+def _epilogue(graph: Graph, product: Op, body: Body, lines: list[str], taken: str) -> Epilogue:
     parameters = tuple(p for p in parameters_of(graph, body) if is_used(p.name, lines))
-    text = _text(graph, product, parameters, lines, made, index[-1].text)
-    return Epilogue(text, parameters)
+    return Epilogue(_text(graph, product, parameters, lines, taken), parameters)
 
 
 def _product(graph: Graph, most: int) -> Op:
@@ -121,19 +149,15 @@ def _made(place: tuple[Index, ...]) -> Any:
 
 
 def _text(
-    graph: Graph, product: Op, parameters: tuple[Parameter, ...], lines: list[str],
-    made: Sequence[Expr], column: str,
-) -> str:  # fmt: skip
-    imports = ["import triton", "import triton.language as tl"]
-    if any("functions." in line for line in lines):
-        imports += ["", "from metainfer.backends.triton.templates import functions"]
+    graph: Graph, product: Op, parameters: tuple[Parameter, ...], lines: list[str], places: str
+) -> str:
+    imports = ["import triton", "import triton.language as tl", *templates_of(lines)]
     shown = ", ".join(plain_text(print_type(v.type)) for v in product.operands)
     taken = [f"    {p.name} = operands[{i}]" for i, p in enumerate(parameters)]
     return "\n".join(
         [
             f'"""{plain_text(graph.name)}: what follows the product of {shown}."""',
             "", *imports, "", "", "@triton.jit",
-            f"def {_NAME}(acc, operands, r0, {column}, r0_in, {column}_in):", *taken, *lines,
-            f"    return {', '.join(m.text for m in made)}", "",
+            f"def {_NAME}(acc, operands, {places}):", *taken, *lines, "",
         ]
     )  # fmt: skip

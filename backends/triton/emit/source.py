@@ -82,7 +82,7 @@ def emit(graph: Graph, strided: frozenset[int], unit_last: frozenset[int]) -> Em
 
     Raises: Unsupported naming what the emitter cannot do.
     """
-    stores = _stores(graph)
+    stores = stores_of(graph)
     body = Body(graph, stores, strided, unit_last, HANDLERS)
     for store in stores:
         body.store(store)
@@ -114,7 +114,11 @@ def body_of(op: Op) -> Graph:
     return Graph(op.name, tuple(inputs), ops=(alone,), outputs=results)
 
 
-def _stores(graph: Graph) -> list[Store]:
+def stores_of(graph: Graph) -> list[Store]:
+    """What leaves a group.
+
+    Raises: Unsupported for what the emitter cannot store.
+    """
     producers = {v.name: o for o in graph.ops for v in o.results}
     stores, outputs = [], 0
     for value in (*graph.outputs, *graph.state_outputs):
@@ -214,10 +218,7 @@ def _text(name: str, graph: Graph, parameters: tuple[Parameter, ...], lines: lis
     if len(signature) > _LINE:
         listed = "".join(f"    {p.name},\n" for p in parameters)
         signature = f"def {name}(\n{listed}):"
-    imports = ["import triton", "import triton.language as tl"]
-    used = [n for n in ("functions", "rounding") if any(f"{n}." in line for line in lines)]
-    if used:
-        imports += ["", f"from metainfer.backends.triton.templates import {', '.join(used)}"]
+    imports = ["import triton", "import triton.language as tl", *templates_of(lines)]
     comments = [
         f"# {p.name}: {_described(p, graph)}" for p in parameters if p.kind in ("operand", "output")
     ]
@@ -227,6 +228,14 @@ def _text(name: str, graph: Graph, parameters: tuple[Parameter, ...], lines: lis
             "", *imports, "", "", *comments, head, signature, *lines, "",
         ]
     )  # fmt: skip
+
+
+def templates_of(lines: list[str]) -> list[str]:
+    """Lines that import what statements call of the templates."""
+    used = [n for n in ("functions", "rounding") if any(f"{n}." in line for line in lines)]
+    if not used:
+        return []
+    return ["", f"from metainfer.backends.triton.templates import {', '.join(used)}"]
 
 
 def _described(parameter: Parameter, graph: Graph) -> str:

@@ -41,20 +41,15 @@ def experts_sum_then(
 
 
 @triton.jit
-def experts_sum_norm(
-    pairs, ids, operands, out, normed, E, D, out_token,
+def experts_sum_row(
+    pairs, ids, operands, E, D,
     epilogue: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """As `experts_sum_then`, a row a program: its epilogue norms the row too.
+    """As `experts_sum_then`, a whole row a program: its epilogue stores what it makes of it.
 
-    Shapes: pairs [T * CHOICES, PARTS, D] -> out [T, D], normed [T, D].
+    Shapes: pairs [T * CHOICES, PARTS, D]; operands: what ``epilogue`` reads and writes.
     """
     token = tl.program_id(0)
-    column = tl.arange(0, COLUMNS)
-    acc = sum_pairs(pairs, ids, token, column, E, D, CHOICES, PARTS, COLUMNS)
+    acc = sum_pairs(pairs, ids, token, tl.arange(0, COLUMNS), E, D, CHOICES, PARTS, COLUMNS)
     row = tl.zeros([1, 1], tl.int64) + token
-    there = column[None, :] < D
-    added, scaled = epilogue(acc[None, :], operands, row, column[None, :], row >= 0, there)
-    spot = row * out_token + column[None, :]
-    tl.store(out + spot, added.to(out.dtype.element_ty), mask=there)
-    tl.store(normed + spot, scaled.to(normed.dtype.element_ty), mask=there)
+    epilogue(acc[None, :], operands, row, row >= 0)
