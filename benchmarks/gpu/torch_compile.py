@@ -55,7 +55,7 @@ def model_of(name: str, layers: int, device: str) -> Any:
 def decode_of(model: Any, batch: int, context: int, forward: Any) -> Callable[[], Any]:
     """One decode step of every sequence, the last of ``context`` tokens."""
     device = model.device
-    cache = transformers.StaticCache(config=model.config, max_cache_len=context + 8)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=context + 64)
     tokens = torch.randint(0, 1000, (batch, context), device=device)
     at = torch.arange(context - 1, device=device)
     model(

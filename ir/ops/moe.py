@@ -68,13 +68,21 @@ def _hits(sizes: Sizes) -> int:
     return -(-tokens * chosen * held // total)
 
 
+def _touched(sizes: Sizes) -> int:
+    """How many of these experts have a token, as expected if choices are spread evenly."""
+    tokens, chosen = sizes.shape(1)
+    held = sizes.shape(3)[0]
+    total = int(cast(int, sizes.attrs["total"])) or held
+    return round(held * (1 - (1 - chosen / total) ** tokens))
+
+
 def _experts_flops(sizes: Sizes) -> int:
     _, inner, width = sizes.shape(3)
     return _hits(sizes) * inner * (6 * width + 8)
 
 
 def _experts_bytes(sizes: Sizes) -> int:
-    touched = min(sizes.shape(3)[0], _hits(sizes))
+    touched = _touched(sizes)
     per_expert = sum(_bytes_of(t, sizes) // sizes.shape(3)[0] for t in sizes.operands[3:])
     plain = sum(_bytes_of(t, sizes) for t in (*sizes.operands[:3], *sizes.results))
     return plain + touched * per_expert
