@@ -103,11 +103,12 @@ def awkward_rows(tokens: int, width: int, seed: int = 3) -> np.ndarray:
 def same_codes(found: Any, wanted: Any) -> float:
     """Fraction of equal codes; scales may differ in their last bits.
 
-    Sums in another order move a norm by a rounding now and then, and with it a code.
+    Sums in another order move a norm by a rounding now and then, and with it a code; of a gated
+    product they move both factors, and the largest magnitude by two steps of bf16.
     """
     assert isinstance(found, BlockArray)
     assert isinstance(wanted, BlockArray)
-    np.testing.assert_allclose(found.scales, wanted.scales, rtol=2.0**-7, atol=1e-30)
+    np.testing.assert_allclose(found.scales, wanted.scales, rtol=2.0**-6, atol=1e-30)
     return float(np.mean(found.codes.view(np.uint8) == wanted.codes.view(np.uint8)))
 
 

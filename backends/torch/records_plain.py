@@ -70,7 +70,7 @@ COMPOSITIONS: dict[str, Composition] = {
     "softmax": Composition(7, 6.0, f32_launches=6, f32_traffic=3.0),
     "cumsum": Composition(3, 4.0),
     "topk": Composition(10, 12.0, f32_launches=9, f32_traffic=8.0),
-    "quantize": Composition(14, 12.0),
+    "quantize": Composition(16, 12.0),
     "rms_norm": Composition(9, 10.0, f32_launches=7, f32_traffic=5.0),
     "layer_norm": Composition(13, 14.0, f32_launches=10, f32_traffic=8.0),
     "linear": Composition(13, 6.0, f32_launches=4, f32_traffic=1.0),
