@@ -46,12 +46,11 @@ def tokens_of(number: int) -> list[int]:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_logits_are_those_of_transformers(model: Path, overlap: bool) -> None:
     plan = metainfer.compile(str(model), "1xh200", overlap=overlap, strict=True)
-    kinds = {
-        str(op.attr.get("kind", op.name))
-        for phase in plan.phases
-        for op in plan.module(phase).graph("layer").ops
-    }
-    assert kinds & {"experts_add", "experts"}
+    for phase in plan.phases:
+        ops = plan.module(phase).graph("layer").ops
+        kinds = {str(op.attr.get("kind", op.name)) for op in ops}
+        # On streams the routed experts stand apart from what is added to their sum.
+        assert ("experts" if overlap else "experts_add_rms_norm") in kinds
     wanted = [Oracle(model).logits(tokens_of(n)) for n in range(3)]
     for step, found in enumerate(logits_of(plan)):
         rows = np.stack([one[len(one) - 3 + step] for one in wanted])

@@ -139,7 +139,7 @@ def _print_savings(groups: "Sequence[GroupReport]") -> None:
     together = [sum(column) for column in zip(*figures, strict=True)]
     names = [*(f"{g.kind} {g.result}" for g in fused), "all"]
     print_table(
-        f"{together[0]} operators in {len(fused)} groups",
+        f"{together[0]} operators in {len(fused)} group{'s' * (len(fused) != 1)}",
         ("group", "operators", "bytes saved", "launches saved"),
         [(n, *(f"{f:,}" for f in row)) for n, row in zip(names, [*figures, together], strict=True)],
     )
@@ -161,7 +161,7 @@ def _print_group(group: "GroupReport") -> None:
     if group.body:
         _line("fuses", ", ".join(group.body))
     if group.num_operators > 1:
-        _line("saves", f"{group.saved_bytes:,} bytes and {group.saved_launches} launches")
+        _line("saves", f"{group.saved_bytes:,} bytes and {_launches(group)}")
     share = group.roofline_seconds / group.seconds if group.seconds else 1.0
     _line(
         "takes",
@@ -216,6 +216,10 @@ def _print_crossovers(group: "GroupReport") -> None:
 
 def _span(first: str, last: str, *, is_one: bool) -> str:
     return last if is_one else f"{first} to {last}"
+
+
+def _launches(group: "GroupReport") -> str:
+    return f"{group.saved_launches} launch{'es' * (group.saved_launches != 1)}"
 
 
 def _next_text(group: "GroupReport") -> str:
