@@ -217,8 +217,9 @@ def _matches(report: GroupReport, pattern: str) -> bool:
 def group_reports(plan: Plan, phase: str, stage: int = 0) -> tuple[GroupReport, ...]:
     """What was decided about each group of a phase of a stage, in the order of its text."""
     calls = calls_by_graph(plan, phase, stage)
+    # Decisions were made before rows were cut into parts, which are named %3/0, %3/1.
     bodies = {
-        (graph.name, op.results[0].name): _operators(op)
+        (graph.name, op.results[0].name.partition("/")[0]): _operators(op)
         for graph in plan.module(phase, stage).graphs
         for op in graph.ops
         if op.body is not None or op.name in OPERATORS

@@ -8,6 +8,7 @@ import triton
 
 import metainfer
 from metainfer.backends.triton import cross
+from metainfer.compiler.explain import group_reports
 from metainfer.compiler.kernels import check_launch, check_plan, planned_launches, sources_of
 from metainfer.hardware.load import load_machine
 from metainfer.ir.plan import Plan
@@ -35,19 +36,32 @@ def test_every_kernel_of_a_plan_fits_its_card(plan: Plan) -> None:
             assert "mma" in c.resources.matrix[0]
 
 
-def test_parts_of_the_rows_are_launched_as_the_parts_that_they_are() -> None:
-    # No operand of such a group tells the step's number of tokens.
+@pytest.fixture(scope="module")
+def cut() -> Plan:
+    """A plan whose prefill computes rows in two parts."""
     config = DecoderConfig(
         hidden=2048, layers=1, heads=16, kv_heads=4, head_dim=128, intermediate=4096, vocab=1000,
         max_positions=8192,
     )  # fmt: skip
     spec = decoder_spec("wide", config, dtype="bf16")
-    plan = metainfer.compile(spec, "8xpcie", tp=4, micro_batches=2, max_tokens=4096)
-    assert "//" in print_module(plan.module("prefill"))
-    norms = [p for p in planned_launches(plan) if "rms_norm" in p.kernel and p.phase == "prefill"]
+    return metainfer.compile(spec, "8xpcie", tp=4, micro_batches=2, max_tokens=4096)
+
+
+def test_parts_of_the_rows_are_launched_as_the_parts_that_they_are(cut: Plan) -> None:
+    # No operand of such a group tells the step's number of tokens.
+    assert "//" in print_module(cut.module("prefill"))
+    norms = [p for p in planned_launches(cut) if "rms_norm" in p.kernel and p.phase == "prefill"]
     rows = {p.launch.arguments["rows0"] for p in norms}
     # The last norm is of the 8 sequences' last tokens alone.
     assert rows == {2048, 8}
+
+
+def test_groups_cut_into_parts_are_explained_with_what_they_hold(cut: Plan) -> None:
+    groups = [g for g in group_reports(cut, "prefill") if g.kind == "all_reduce_add_rms_norm"]
+    assert groups
+    for group in groups:
+        assert group.body == ("all_reduce", "add", "rms_norm")
+        assert group.saved_bytes > 0
 
 
 def test_a_card_with_less_shared_memory_is_told_apart(plan: Plan) -> None:
