@@ -14,7 +14,7 @@ from metainfer.hardware.load import load_machine
 from metainfer.ir.plan import Plan
 from metainfer.ir.printer import print_module
 from metainfer.models.decoder import decoder_spec
-from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
 
 XPCIE = load_machine("8xpcie").device(0)
 
@@ -41,7 +41,7 @@ def cut() -> Plan:
     """A plan whose prefill computes rows in two parts."""
     config = DecoderConfig(
         hidden=2048, layers=1, heads=16, kv_heads=4, head_dim=128, intermediate=4096, vocab=1000,
-        max_positions=8192,
+        max_positions=8192, experts=ExpertsConfig(num=16, chosen=2, intermediate=1024),
     )  # fmt: skip
     spec = decoder_spec("wide", config, dtype="bf16")
     return metainfer.compile(spec, "8xpcie", tp=4, micro_batches=2, max_tokens=4096)
@@ -57,16 +57,10 @@ def test_parts_of_the_rows_are_launched_as_the_parts_that_they_are(cut: Plan) ->
 
 
 def test_groups_cut_into_parts_are_explained_with_what_they_hold(cut: Plan) -> None:
-    module = cut.module("prefill")
-    in_parts = {
-        op.results[0].name.partition("/")[0]
-        for graph in module.graphs
-        for op in graph.ops
-        if op.body is not None and "/" in op.results[0].name
-    }
-    groups = [g for g in group_reports(cut, "prefill") if g.result in in_parts]
-    assert groups
-    assert all(g.body for g in groups)
+    assert "/0, " in print_module(cut.module("prefill"))
+    (group,) = [g for g in group_reports(cut, "prefill") if g.kind == "route_experts"]
+    assert {"softmax", "topk"} <= set(group.body)
+    assert group.saved_launches > 0
 
 
 def test_a_card_with_less_shared_memory_is_told_apart(plan: Plan) -> None:
