@@ -24,8 +24,9 @@ from metainfer.runtime.checkpoint.stacked import is_stacked, member, stack
 _PAGE = 4  # tokens of a page, where the layout pass has not chosen yet
 # Largest difference relative to the largest value, by the narrowest type that activations take.
 _TOLERANCE = {"f64": 1e-9, "f32": 2e-4, "f16": 2e-2, "bf16": 6e-2}
-# The same where a pass rounds on purpose: each number is off by a thirtieth, whole layers by more.
-_ROUNDING = {"quantize_activations": 0.3}
+# Where a pass rounds on purpose: root-mean-square difference over that of the values. A router may
+# choose otherwise then, which changes single numbers beyond any bound; unrelated numbers have 1.4.
+_ROUNDING = {"quantize_activations": 0.5}
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def pass_checker(
             return
         first, second = _interpret(before, weight, seed, plan), run(after)
         limit = _TOLERANCE.get(strategy.activations, _TOLERANCE["bf16"])
-        _compare(name, first, second, _ROUNDING.get(name, limit))
+        _compare(name, first, second, limit)
 
     return check
 
@@ -198,10 +199,16 @@ def _states(module: Module, plan: _Step) -> dict[str, StateArrays]:
 def _compare(name: str, before: Result, after: Result, limit: float) -> None:
     for number, (x, y) in enumerate(zip(before.outputs, after.outputs, strict=True)):
         a, b = x.astype(np.float64), y.astype(np.float64)
-        difference = float(np.max(np.abs(a - b), initial=0.0))
-        scale = float(np.max(np.abs(a), initial=1e-30))
-        if not difference <= limit * scale:
+        difference, scale = _rms(a - b), _rms(a)
+        if name not in _ROUNDING:
+            difference = float(np.max(np.abs(a - b), initial=0.0))
+            scale = float(np.max(np.abs(a), initial=0.0))
+        if not difference <= _ROUNDING.get(name, limit) * max(scale, 1e-30):
             raise TypeMismatch(
                 f"pass {name} changed output {number}: {difference:.3g} of {scale:.3g}",
                 advice=f"METAINFER_DUMP shows both texts; --skip-pass {name} goes on without it",
             )
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2))) if values.size else 0.0

@@ -74,7 +74,7 @@ def _roundings(graph: Graph, target: Target) -> list[_Rounding]:
             continue
         refusal = _refusal(op)
         if refusal:
-            weight = op.operands[1 if op.name == "linear" else 3]
+            weight = _weights(op)[0]
             subject = f"{op.name} by {weight.name} of {graph.name}"
             reason = f"{_ASKED}, but {refusal}"
             target.report.add(Decision(NAME, subject, "not rounded", reason))
@@ -90,26 +90,30 @@ def _roundings(graph: Graph, target: Target) -> list[_Rounding]:
 
 def _refusal(op: Op) -> str:
     """Why a product reads its activations as they are, "" if it need not."""
-    if op.name == "experts":
-        return "kernels of experts take plain activations"
-    x, weight = op.operands[0].tensor, op.operands[1].tensor
+    x = op.operands[0].tensor
     if not isinstance(x.dtype, Scalar):
         return f"they are {x.dtype} already"
-    format_ = weight.dtype
-    if not isinstance(format_, Block) or format_.element != F8E4M3:
-        return f"the weight is {format_}"
-    if not op.operands[1].is_weight or len(format_.block) > 2:
-        return "the second operand is no plain weight"
-    wide = _wide(weight)
-    if wide % _STEP:
-        return f"scales of {wide} numbers each are shorter than a step of {_STEP}"
+    for value in _weights(op):
+        format_ = value.tensor.dtype
+        if not isinstance(format_, Block) or format_.element != F8E4M3:
+            return f"the weight is {format_}"
+        if not value.is_weight or len(format_.block) > 2:
+            return f"{value.name} is no plain weight"
+        wide = _wide(value.tensor)
+        if wide % _STEP:
+            return f"scales of {wide} numbers each are shorter than a step of {_STEP}"
     return ""
+
+
+def _weights(op: Op) -> tuple[Value, ...]:
+    """Weights that the activations meet; those of experts' second products are not among them."""
+    return op.operands[1:2] if op.name == "linear" else op.operands[3:5]
 
 
 def _rounding(value: Value, readers: Sequence[Op]) -> _Rounding:
     """Groups of a row where one weight has scales along it, too, and they are whole."""
     is_cut = value.tensor.shape[-1].static % FP8_GROUP.block[0]
-    has_groups = any(_wide(op.operands[1].tensor) for op in readers)
+    has_groups = any(_wide(w.tensor) for op in readers for w in _weights(op))
     return _Rounding(value, FP8_GROUP if has_groups and not is_cut else FP8_ROW, tuple(readers))
 
 
@@ -121,7 +125,7 @@ def _wide(weight: TensorType) -> int:
 
 def _report(graph: Graph, rounding: _Rounding, target: Target) -> None:
     error, count = relative_rms(rounding.format), len(rounding.readers)
-    weights = " ".join(op.operands[1].name for op in rounding.readers)
+    weights = " ".join(w.name for op in rounding.readers for w in _weights(op))
     reason = (
         f"{_ASKED}: a relative error of {error:.4f} is to be expected of each number; "
         f"rounded once for {weights}"

@@ -115,3 +115,19 @@ def same_codes(found: Any, wanted: Any) -> float:
 def operands(op: Op, tokens: int) -> list[Any]:
     """Random operands."""
     return [random(v.type, {"T": tokens}) for v in op.operands]
+
+
+def experts(x: str, tokens: int, width: int, inner: int, total: int = 4) -> tuple[Op, list[Any]]:
+    """Experts of codes, with data; one token's second choice is no expert."""
+    weight = WEIGHTS[0] if x == GROUP else ROW
+    shapes = ((inner, width), (inner, width), (width, inner))
+    stacks = [f"{weight}[{total},{a},{b}]" for a, b in shapes]
+    graph = parse_graph(f"""graph g(%x: {x}[{tokens},{width}], %ids: i32[{tokens},2],
+        %shares: f32[{tokens},2], @gate: {stacks[0]}, @up: {stacks[1]}, @down: {stacks[2]}) {{
+      %0 = experts(%x, %ids, %shares, @gate, @up, @down) {{dtype = "bf16"}} : bf16[{tokens},{width}]
+      return %0
+    }}""")
+    (op,) = graph.ops
+    data = [random(v.type, {}, total) for v in op.operands]
+    data[1][0, 1] = -1
+    return op, data

@@ -161,6 +161,9 @@ def _attr_branches(state: _State, op: PatternOp, attr: str, name: str) -> list[_
         wanted = [t for t in op.result_types if isinstance(t, TypePattern)]
         dtype = _dtype(state, wanted[0]) if wanted else state.dtypes.get("t", F32)
         trials: tuple[Attr, ...] = (dtype.name,)
+        if op.name in ("linear", "experts"):
+            # Plain activations name no type.
+            trials = (dtype.name, "")
     elif attr in TRIALS:
         trials = TRIALS[attr]
     else:

@@ -10,7 +10,7 @@ from metainfer.backends.jax.numbers import Reference
 
 def _experts(
     x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any, *,
-    activation: str = "silu", total: int = 0,
+    activation: str = "silu", dtype: str = "", total: int = 0,
 ) -> Any:  # fmt: skip
     # one_hot gives a row of zeros for numbers outside [0, E).
     chosen = jax.nn.one_hot(ids, gate.shape[0], dtype=x.dtype)

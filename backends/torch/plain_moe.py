@@ -20,7 +20,7 @@ def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _experts(call: TorchCall) -> None:
-    x, ids, shares = widen(call.inputs[0]), call.inputs[1], widen(call.inputs[2])
+    x, ids, shares = dense_values(call.inputs[0]), call.inputs[1], widen(call.inputs[2])
     activation = str(call.attrs["activation"])
     y = torch.zeros_like(x)
     for e in range(call.inputs[3].shape[0]):

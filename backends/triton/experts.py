@@ -13,6 +13,7 @@ import torch
 
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.codes import Codes
+from metainfer.backends.torch.tensors import BlockTensors
 from metainfer.backends.triton.attention import power_above, sms_of
 from metainfer.backends.triton.emit.epilogue import emit_epilogue, emit_row_epilogue
 from metainfer.backends.triton.emit.source import body_of
@@ -27,6 +28,7 @@ DIRECT_PAIRS = 16  # up to so many, each pair is a tile of its own and nothing i
 EXACT_PAIRS = 1024  # up to so many, the pairs' results are kept in float32
 MOST_PARTS = 8
 SMALLEST_ROWS = 16
+_FP8_ROWS = 64
 _SORTED_AT_ONCE = 16384  # pairs of a chunk times experts
 _CHUNKS_OF_ONE = 4  # chunks that one program sorts by itself
 _SUM_COLUMNS = 1024
@@ -99,6 +101,8 @@ class Experts:
         epilogue: what is done to the sum over a token's experts; None for nothing.
         operands: what that reads beside the sum, and writes where it stores by itself.
         of_rows: whether it takes whole rows, and stores what it makes of them.
+        x_scales: of x where that is codes, [T, scales of a row].
+        group: numbers of a row that share one, 0 for all, -1 where x is plain numbers.
     """
 
     x: torch.Tensor
@@ -114,6 +118,8 @@ class Experts:
     epilogue: Any = None
     operands: tuple[Any, ...] = ()
     of_rows: bool = False
+    x_scales: torch.Tensor | None = None
+    group: int = -1
 
     @property
     def pairs(self) -> int:
@@ -148,9 +154,11 @@ def of_call(call: TorchCall) -> Experts:
     """The op ``experts`` as the executor calls it, or a group that begins with it."""
     x, ids, weights = call.inputs[:3]
     gate, up, down = (weight_of(w) for w in call.inputs[3:6])
+    is_rounded = isinstance(x, BlockTensors)
     made = Experts(
-        x, ids, weights, gate, up, down, call.outputs[0],
+        x.codes if is_rounded else x, ids, weights, gate, up, down, call.outputs[0],
         call.attrs["activation"], call.attrs["total"], call.workspace,
+        x_scales=x.scales if is_rounded else None, group=x.format.block[0] if is_rounded else -1,
     )  # fmt: skip
     if call.op.body is None:
         return made
@@ -222,7 +230,7 @@ def tile_limit(pairs: int, experts: int, rows: int) -> int:
 def scratch_of(call: Experts, tiles: Tiles) -> tuple[Piece, ...]:
     """Scratch of a call: order, tiles, counts of chunks, first places, hidden rows, pair rows."""
     inner, width = call.down.inputs, call.out.shape[1]
-    return scratch_for(call.pairs, call.num_experts, inner, width, call.x.dtype, tiles)
+    return scratch_for(call.pairs, call.num_experts, inner, width, call.out.dtype, tiles)
 
 
 def scratch_for(
@@ -286,12 +294,12 @@ def _direct_tiles(call: Experts, form: str) -> Tiles:
     return Tiles(Tile(SMALLEST_ROWS, 16, depth, 4, 4), down, parts)
 
 
-def _depth(tile: Tile, weight: Weight) -> int:
-    """The largest step that divides the inputs and lies within a block of scales."""
+def _depth(tile: Tile, weight: Weight, group: int) -> int:
+    """The largest step that divides the inputs and lies within a block of scales, of x's too."""
     step = gcd(weight.inputs, tile.depth)
     if weight.format == "e4m3" and weight.wide:
         step = gcd(step, weight.wide)
-    return step
+    return gcd(step, group) if group > 0 else step
 
 
 def _numbers(experts: int) -> tuple[int, int]:
@@ -345,11 +353,11 @@ def sort_pieces(pairs: int, experts: int) -> tuple[Piece, Piece]:
     return Piece((-(-pairs // chunk), numbers), _INT32), Piece((numbers,), _INT32)
 
 
-def _format(weight: Weight, tile: Tile, direct: bool) -> dict[str, Any]:
+def _format(weight: Weight, tile: Tile, direct: bool, group: int = -1) -> dict[str, Any]:
     return {
         "FORMAT": weight.format, "HIGH": weight.high, "WIDE": weight.wide,
         "POWERS": weight.powers, "ROWS": tile.rows, "COLUMNS": tile.columns,
-        "DEPTH": _depth(tile, weight), "DIRECT": direct,
+        "DEPTH": _depth(tile, weight, group), "DIRECT": direct,
         # A block of scales spans the columns of every tile.
         "ALIKE": weight.format == "e4m3" and weight.high % tile.columns == 0,
         # Triton's scaled product has no form in its interpreter.
@@ -367,9 +375,11 @@ def _gate_up(
 ) -> Launch:
     from metainfer.backends.triton.templates.experts_grouped import experts_gate_up
 
-    inner = call.down.inputs
+    inner, scales = call.down.inputs, call.x_scales
     arguments = {
-        **shared, "x": call.x, "weights": call.weights, "gate": call.gate.codes,
+        **shared, "x": call.x, "x_scale": call.gate.scales if scales is None else scales,
+        "x_scale_token": 0 if scales is None else scales.stride(0), "weights": call.weights,
+        "gate": call.gate.codes,
         "gate_scale": call.gate.scales, "up": call.up.codes, "up_scale": call.up.scales,
         "hidden": hidden, "CHOICES": call.ids.shape[1], "D": call.x.shape[1], "F": inner,
         "x_token": call.x.stride(0), "hidden_row": inner,
@@ -377,11 +387,14 @@ def _gate_up(
         "up_expert": call.up.codes.stride(0), "up_out": call.up.codes.stride(1),
         **_scale_strides(call.gate),
     }  # fmt: skip
-    constants = {**_format(call.gate, tile, direct), "GELU": call.activation == "gelu_tanh"}
+    constants = {
+        **_format(call.gate, tile, direct, call.group), "GELU": call.activation == "gelu_tanh",
+        "GROUP": call.group,
+    }  # fmt: skip
     grid = shared["LIMIT"] * -(-inner // tile.columns)
     return Launch(
         experts_gate_up, (grid,), arguments, constants, tile.num_warps, tile.num_stages,
-        _matrix(call),
+        _matrix(call.x.dtype, tile),
     )  # fmt: skip
 
 
@@ -406,7 +419,7 @@ def _down(
     grid = shared["LIMIT"] * -(-width // tile.columns) * tiles.parts
     return Launch(
         experts_down, (grid,), arguments, constants, tile.num_warps, tile.num_stages,
-        _matrix(call),
+        _matrix(call.out.dtype, tile),
     )  # fmt: skip
 
 
@@ -435,5 +448,11 @@ def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
     return Launch(experts_sum_row, (tokens,), arguments, constants, warps, 1)
 
 
-def _matrix(call: Experts) -> str:
-    return "f16" if call.x.dtype == torch.float16 else "bf16"
+def _matrix(dtype: torch.dtype, tile: Tile) -> str:
+    """Operand type of the matrix instructions that a tile must use, "" where any will do.
+
+    Hopper multiplies fp8 by 64 rows and more; by fewer Triton widens codes to f16, exactly.
+    """
+    if dtype == torch.float8_e4m3fn:
+        return "f8e4m3" if tile.rows >= _FP8_ROWS else ""
+    return "f16" if dtype == torch.float16 else "bf16"

@@ -173,7 +173,7 @@ def stored_as(storage: Storage, tile: Tile) -> Constraint:
 
     def check(query: Query) -> str | None:
         x, weight = query.dtype(0), query.dtype(1)
-        if not (_is_rounded(x) if storage.is_rounded else x.name in ("bf16", "f16")):
+        if not (is_rounded(x) if storage.is_rounded else x.name in ("bf16", "f16")):
             return f"activations of {x}"
         return None if storage.holds(weight, x, tile) else str(weight)
 
@@ -193,7 +193,7 @@ def takes_rows(tile: Tile) -> Constraint:
     return Constraint(f"matrix units that take {tile.rows} rows of fp8 codes", check)
 
 
-def _is_rounded(x: DType) -> bool:
+def is_rounded(x: DType) -> bool:
     """Whether activations are such codes as the templates multiply."""
     return (
         isinstance(x, Block)

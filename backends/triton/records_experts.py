@@ -28,6 +28,7 @@ from metainfer.backends.triton.emit.source import body_of
 from metainfer.backends.triton.experts import experts, of_call, scratch_bound
 from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import Launch, TritonBinder
+from metainfer.backends.triton.linear import is_rounded
 from metainfer.hardware.device import Device
 from metainfer.ir.dtypes import F4E2M1, F8E4M3, MXFP4, Block, DType
 from metainfer.ir.graph import Op
@@ -44,6 +45,8 @@ PLAIN = Efficiency(0.75, 0.6, source=_SOURCE)
 WIDE = Efficiency(0.75, 0.7, source=_SOURCE)
 # Codes are widened in registers before the products.
 CODED = Efficiency(0.65, 0.4, source=_SOURCE)
+# Codes by codes in the first of two products, two thirds of the work.
+FP8 = Efficiency(0.65, 0.35, "f8e4m3", _SOURCE)
 
 
 def register_experts(kernels: Registry, layouts: LayoutRegistry) -> None:
@@ -65,6 +68,11 @@ def _register(kind: str, kernels: Registry, layouts: LayoutRegistry) -> None:
         kept = tuple(format_is(i, text, holds) for i in _STACKS)
         requires = (dtype(0, *activations), *kept, alike(3, 4), feature("fp8_mma"))
         kernels.add(_kernel(kind, form, requires, CODED, layouts, layout=CODES))
+
+    kept = tuple(format_is(i, "e4m3 codes without offsets", _is_e4m3) for i in _STACKS)
+    rounded = format_is(0, "e4m3 codes with f32 scales in rows", is_rounded)
+    requires = (rounded, *kept, alike(3, 4), feature("fp8_mma"))
+    kernels.add(_kernel(kind, "fp8", requires, FP8, layouts, layout=CODES))
 
 
 def _launches(call: TorchCall, wide: bool) -> list[Launch]:
@@ -154,7 +162,8 @@ def _is_mxfp4(found: DType) -> bool:
 def _workspace(query: Query) -> int:
     tokens, choices = query.size(1, 0), query.tensor(1).shape[1].static
     held, inner, width = (d.static for d in query.tensor(3).shape)
-    kind = torch.float16 if str(query.dtype(0)) == "f16" else torch.bfloat16
+    made = query.op.results[0].tensor.dtype
+    kind = torch.float16 if made.name == "f16" else torch.bfloat16
     return scratch_bound(tokens * choices, held, inner, width, kind)
 
 

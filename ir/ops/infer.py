@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from metainfer.ir.dims import Dim, dim
-from metainfer.ir.dtypes import BOOL, Scalar, parse_dtype
+from metainfer.ir.dtypes import BOOL, Block, Scalar, parse_dtype
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr
 from metainfer.ir.ops.record import Attrs, Infer
@@ -168,6 +168,34 @@ def scalar_of(value: Attr) -> Scalar:
     if isinstance(found, Scalar):
         return found
     raise TypeMismatch(f"a scalar type is needed, got {found}")
+
+
+def product_dtype(name: str, x: TensorType, weight: TensorType, asked: Attr) -> Scalar:
+    """Element type of a product: that of its activations, or what quantized ones are asked for.
+
+    Raises: TypeMismatch naming the op if plain activations name a type, or if those of a block
+        format name none, have blocks over several rows, or meet a plain weight.
+    """
+    if isinstance(x.dtype, Scalar):
+        if asked:
+            raise TypeMismatch(
+                f"{name} of {x.dtype} to {asked}", advice="only products of block formats name one"
+            )
+        return x.dtype
+    if len(x.dtype.block) != 1:
+        raise TypeMismatch(
+            f"{name} of {x}: its blocks span rows", advice="quantize rows, or parts of them"
+        )
+    if not isinstance(weight.dtype, Block):
+        raise TypeMismatch(
+            f"{name} of {x.dtype} by {weight.dtype}", advice="dequantize the activations"
+        )
+    if not asked:
+        raise TypeMismatch(f"{name} of {x.dtype}", advice='name the result\'s type: dtype = "bf16"')
+    made = scalar_of(asked)
+    if not made.is_float:
+        raise TypeMismatch(f"{name} to {made}: wanted floating point")
+    return made
 
 
 def reduce_dims(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:

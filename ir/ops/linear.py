@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 
 from metainfer.ir.dims import Dim, dim
-from metainfer.ir.dtypes import Block, Scalar
+from metainfer.ir.dtypes import Scalar
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.graph import Attr
 from metainfer.ir.ops import shard_rules
@@ -16,7 +16,7 @@ from metainfer.ir.ops.infer import (
     floats_only,
     ints_of,
     numbers_only,
-    scalar_of,
+    product_dtype,
     tensor_of,
 )
 from metainfer.ir.ops.record import Array, Attrs, Sizes, op
@@ -27,7 +27,7 @@ def _infer_linear(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x, weight = floats_of(types[0], "linear"), floats_of(types[1], "linear")
     if x.rank < 1 or weight.rank != 2:
         raise TypeMismatch(f"linear of {x} by {weight}")
-    made = _product_dtype(x, weight, str(attrs["dtype"]))
+    made = product_dtype("linear", x, weight, attrs["dtype"])
     if x.shape[-1] != weight.shape[1]:
         hint = " (it is stored [out, in])" if x.shape[-1] == weight.shape[0] else ""
         raise TypeMismatch(f"linear: inner sizes differ, {x.shape[-1]} and {weight.shape[1]}{hint}")
@@ -41,30 +41,6 @@ def _infer_linear(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     if len(types) > 2 and floats_of(types[2], "linear").shape != (weight.shape[0],):
         raise TypeMismatch(f"linear: bias {types[2]} for {weight.shape[0]} outputs")
     return (TensorType((*x.shape[:-1], weight.shape[0]), made, x.sharding),)
-
-
-def _product_dtype(x: TensorType, weight: TensorType, asked: str) -> Scalar:
-    """Element type of a product: that of its activations, or what quantized ones are asked for."""
-    if isinstance(x.dtype, Scalar):
-        if asked:
-            raise TypeMismatch(
-                f"linear of {x.dtype} to {asked}", advice="only products of block formats name one"
-            )
-        return x.dtype
-    if len(x.dtype.block) != 1:
-        raise TypeMismatch(
-            f"linear of {x}: its blocks span rows", advice="quantize rows, or parts of them"
-        )
-    if not isinstance(weight.dtype, Block):
-        raise TypeMismatch(
-            f"linear of {x.dtype} by {weight.dtype}", advice="dequantize the activations"
-        )
-    if not asked:
-        raise TypeMismatch(f"linear of {x.dtype}", advice='name the result\'s type: dtype = "bf16"')
-    made = scalar_of(asked)
-    if not made.is_float:
-        raise TypeMismatch(f"linear to {made}: wanted floating point")
-    return made
 
 
 def _linear_flops(sizes: Sizes) -> int:

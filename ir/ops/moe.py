@@ -8,7 +8,7 @@ import numpy as np
 from metainfer.ir.dtypes import Block, Scalar
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.ops.elementwise import gelu
-from metainfer.ir.ops.infer import floats_of, integers_of, tensor_of
+from metainfer.ir.ops.infer import floats_of, integers_of, product_dtype, tensor_of
 from metainfer.ir.ops.record import OPS, Array, Attrs, Sizes, op
 from metainfer.ir.types import TensorType, Type
 
@@ -20,7 +20,8 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 def _infer_experts(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     x, ids = floats_of(types[0], "experts"), integers_of(types[1], "numbers of experts")
     weights = floats_of(types[2], "a router's weight")
-    gate, up, down = (_weight_of(t, x) for t in types[3:])
+    made = product_dtype("experts", x, tensor_of(types[3]), attrs["dtype"])
+    gate, up, down = (_weight_of(t, made) for t in types[3:])
     if x.rank != 2 or ids.rank != 2 or ids.shape[0] != x.shape[0]:
         raise TypeMismatch(f"experts of {x} chosen by {ids}: wanted [T, D] and [T, K]")
     if weights.shape != ids.shape:
@@ -41,18 +42,18 @@ def _infer_experts(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     total = int(cast(int, attrs["total"]))
     if total and total < num.static:
         raise TypeMismatch(f"experts: {num} of a total of {total}")
-    return (x,)
+    return (x.with_dtype(made),)
 
 
-def _weight_of(type_: Type, x: TensorType) -> TensorType:
+def _weight_of(type_: Type, made: Scalar) -> TensorType:
     weight = floats_of(type_, "experts")
     if weight.rank != 3:
         raise TypeMismatch(f"experts of {weight}: wanted three dims, the first of experts")
     # A weight kept in a narrower float is a format choice, as block formats are.
-    if isinstance(weight.dtype, Scalar) and weight.dtype != x.dtype:
-        if weight.dtype.bits >= x.dtype.bits:
+    if isinstance(weight.dtype, Scalar) and weight.dtype != made:
+        if weight.dtype.bits >= made.bits:
             raise TypeMismatch(
-                f"experts: {x.dtype} by {weight.dtype}, which is no narrower",
+                f"experts: {made} by {weight.dtype}, which is no narrower",
                 advice="insert a cast",
             )
     if isinstance(weight.dtype, Block) and len(weight.dtype.block) > 2:
@@ -109,6 +110,7 @@ def experts(
     down: Array,
     *,
     activation: str = "silu",
+    dtype: str = "",
     total: int = 0,
 ) -> Array:
     """Send each token through its chosen experts and add their results, weighted.
@@ -116,7 +118,8 @@ def experts(
     ``y[t] = sum over k of weights[t,k] * down[e] @ (act(gate[e] @ x[t]) * (up[e] @ x[t]))`` with
     ``e = ids[t,k]``; an id outside [0, E) adds nothing: -1 marks padded rows and experts that
     another rank holds. ``total`` is the number of experts on all ranks together (0: these are all);
-    it tells costs how many of the choices fall on this part. Accumulates in float32.
+    it tells costs how many of the choices fall on this part. Tokens may be of a block format, as
+    those of `linear`: then ``dtype`` is the type of the result. Accumulates in float32.
     Shapes: x [T, D], ids [T, K], weights [T, K], gate and up [E, F, D], down [E, D, F] -> [T, D].
     Source: Shazeer et al. 2017; Fedus et al. 2022.
     """

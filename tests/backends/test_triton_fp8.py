@@ -11,6 +11,7 @@ from fp8_groups import (
     TILES,
     WEIGHTS,
     awkward_rows,
+    experts,
     gated,
     operands,
     product,
@@ -193,3 +194,20 @@ def test_instructions_that_name_their_operands_by_width_count() -> None:
     assert faults_of(Resources(0, 0, 0, (f"{name}f8f6f4",)), launch, card) == []
     (fault,) = faults_of(Resources(0, 0, 0, (f"{name}f16",)), launch, card)
     assert fault.startswith("wanted a matrix instruction for f8e4m3")
+
+
+@pytest.mark.parametrize(
+    ("x", "width", "inner", "tokens"),
+    [(GROUP, 256, 128, 3), (GROUP, 128, 128, 90), (ROW, 48, 80, 3), (ROW, 48, 80, 40)],
+)
+def test_experts_of_codes(x: str, width: int, inner: int, tokens: int) -> None:
+    """Directly, sorted by expert in small tiles and in large ones."""
+    op, data = experts(x, tokens, width, inner)
+    assert refused("triton.experts_fp8", op) == []
+    assert "found f8e4m3" in refused("triton.experts_e4m3", op)[0]
+    check_interpreted("triton.experts_fp8", op, data)
+
+
+def test_code_of_experts_for_cards_that_are_not_here() -> None:
+    op, _ = experts(GROUP, 2048, 512, 256, 8)
+    check_compiles("triton.experts_fp8", op)

@@ -10,6 +10,7 @@ from fp8_groups import (
     TILES,
     WEIGHTS,
     awkward_rows,
+    experts,
     gated,
     operands,
     product,
@@ -117,3 +118,10 @@ def test_groups_that_end_rounded(kind: str, format_: str, width: int) -> None:
         found = run(f"triton.{kind}", op, data, tokens)
         wanted = run_reference(op, data, {"T": tokens})
         assert same_codes(found[-1], wanted[-1]) > 0.98
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300, 2048])
+@pytest.mark.parametrize(("x", "width", "inner"), [(GROUP, 1024, 384), (ROW, 208, 80)])
+def test_experts(x: str, width: int, inner: int, tokens: int) -> None:
+    op, data = experts(x, tokens, width, inner, 8)
+    check_on_gpu("triton.experts_fp8", op, data)

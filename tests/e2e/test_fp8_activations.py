@@ -102,3 +102,14 @@ def test_simulated_ranks_compute_what_one_does(monkeypatch: pytest.MonkeyPatch) 
     plan = metainfer.compile(spec_of(), "2xh200", options=replace(FP8, tp=2))
     kinds = {str(op.attr.get("kind")) for g in plan.module("decode").graphs for op in g.ops}
     assert "all_reduce_add_rms_norm_quantize" in kinds
+
+
+def test_experts_read_codes_and_their_router_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAINFER_VERIFY", "2")
+    plan = metainfer.compile("qwen3_moe:tiny", "1xh200", options=FP8)
+    ops = [op for g in plan.module("prefill").graphs for op in g.ops]
+    kinds = {str(op.attr.get("kind", op.name)): op for op in ops}
+    read = {str(op.operands[0].tensor.dtype) for k, op in kinds.items() if k.startswith("experts")}
+    assert read == {"f8e4m3/row:f32"}
+    kernels = {c.kernel for op in ops for c in op.choices}
+    assert any(name.startswith("triton.experts") and name.endswith("_fp8") for name in kernels)

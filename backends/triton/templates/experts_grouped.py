@@ -44,19 +44,20 @@ def scale_offset(out, first, stride, HIGH: tl.constexpr, ALIKE: tl.constexpr):
 
 @triton.jit
 def experts_gate_up(
-    x, ids, order, tiles, weights, gate, gate_scale, up, up_scale, hidden,
-    P, E, LIMIT, CHOICES, D, F, x_token, hidden_row,
+    x, x_scale, ids, order, tiles, weights, gate, gate_scale, up, up_scale, hidden,
+    P, E, LIMIT, CHOICES, D, F, x_token, x_scale_token, hidden_row,
     gate_expert, gate_out, up_expert, up_out,
     scale_expert, scale_out, scale_in,
     FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
     GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr,
+    DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """hidden = weight * act(gate @ x) * (up @ x), for COLUMNS of the inner width.
 
     Gate and up go through one product, side by side column by column, so that a thread holds both
     numbers of a pair when it multiplies them. The router's weight is applied here: what follows
-    is linear. Shapes: x [T, D], gate and up [E, F, D], hidden [P, F] in the order of places.
+    is linear. Shapes: x [T, D], plain numbers or codes with scales for GROUP of a row (see
+    `multiply`), gate and up [E, F, D], hidden [P, F] in the order of places.
     """
     blocks = tl.cdiv(F, COLUMNS)
     tile = tl.program_id(0) // blocks
@@ -78,10 +79,11 @@ def experts_gate_up(
         even, odd = gate_scale + offset, up_scale + offset
         if not ALIKE:
             even = tl.where(is_up, odd, even)
-    rows = x + (pair // CHOICES).to(tl.int64)[:, None] * x_token + tl.arange(0, DEPTH)[None, :]
+    token = (pair // CHOICES).to(tl.int64)
+    rows = x + token[:, None] * x_token + tl.arange(0, DEPTH)[None, :]
     acc = multiply(
-        rows, there, codes, even, odd, 0, D, scale_in,
-        FORMAT, ROWS, 2 * COLUMNS, DEPTH, WIDE, POWERS, ALIKE, NATIVE,
+        rows, there, codes, even, odd, x_scale + token * x_scale_token, 0, D, scale_in,
+        FORMAT, ROWS, 2 * COLUMNS, DEPTH, WIDE, POWERS, ALIKE, NATIVE, GROUP,
     )  # fmt: skip
     gated, upped = tl.split(tl.reshape(acc, (ROWS, COLUMNS, 2)))
     share = tl.load(weights + pair, mask=there, other=0.0).to(tl.float32)
@@ -127,8 +129,9 @@ def experts_down(
     rows = hidden + row.to(tl.int64)[:, None] * hidden_row + tl.arange(0, DEPTH)[None, :]
     span = tl.cdiv(F, DEPTH * PARTS) * DEPTH
     acc = multiply(
-        rows, there, codes, scales, scales, part * span, tl.minimum(part * span + span, F),
-        scale_in, FORMAT, ROWS, COLUMNS, DEPTH, WIDE, POWERS, ALIKE, NATIVE,
+        rows, there, codes, scales, scales, down_scale, part * span,
+        tl.minimum(part * span + span, F), scale_in,
+        FORMAT, ROWS, COLUMNS, DEPTH, WIDE, POWERS, ALIKE, NATIVE, -1,
     )  # fmt: skip
     spot = pairs + (pair * PARTS + part).to(tl.int64)[:, None] * D + column[None, :]
     tl.store(spot, acc.to(pairs.dtype.element_ty), mask=there[:, None] & (column[None, :] < D))

@@ -65,13 +65,14 @@ def load_scales(
 
 @triton.jit
 def add_product(
-    acc, x, codes, scale, other, at,
+    acc, x, codes, scale, other, row_scales, there, at,
     FORMAT: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, POWERS: tl.constexpr,
-    ALIKE: tl.constexpr, NATIVE: tl.constexpr,
+    ALIKE: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """acc + x @ w.T for inputs ``at .. at + DEPTH``.
+    """acc + x @ w.T for inputs ``at .. at + DEPTH``, which lie in one group of x's scales.
 
-    Shapes: acc [rows, OUT], x [rows, DEPTH], codes: pointers of each output, [OUT].
+    Shapes: acc [rows, OUT], x [rows, DEPTH], codes: pointers of each output, [OUT]; row_scales: of
+    each row's first scale, [rows], read where GROUP > 0.
     """
     if FORMAT == "e2m1":
         byte = at // 2 + tl.arange(0, DEPTH // 2)
@@ -89,7 +90,10 @@ def add_product(
             if ALIKE:
                 is_odd = tl.arange(0, OUT) % 2 == 1
                 factor = tl.where(is_odd, scale_value(other, POWERS), factor)
-            acc += tl.dot(x, tl.trans(w.to(x.dtype))) * factor[None, :]
+            part = tl.dot(x, tl.trans(w.to(x.dtype))) * factor[None, :]
+            if GROUP > 0:
+                part *= tl.load(row_scales + at // GROUP, mask=there, other=0.0)[:, None]
+            acc += part
         else:
             acc = tl.dot(x, tl.trans(w), acc)
     return acc
@@ -97,15 +101,18 @@ def add_product(
 
 @triton.jit
 def multiply(
-    rows, there, codes, even, odd, first, stop, stride_scale,
+    rows, there, codes, even, odd, row_scales, first, stop, stride_scale,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr,
     WIDE: tl.constexpr, POWERS: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """x @ w.T over inputs ``first .. stop``, [ROWS, OUT] in float32.
 
     The next step's scales are read a step ahead: the pipeline of the loop leaves such small reads
     alone, and each would wait for memory. Shapes: rows: pointers [ROWS, DEPTH], codes: pointers of
-    each output, [OUT]; even and odd: of its scales, [OUT], or single ones where ``ALIKE``.
+    each output, [OUT]; even and odd: of its scales, [OUT], or single ones where ``ALIKE``;
+    row_scales: of each row's first scale where x is codes: GROUP numbers share one, 0: a row. -1:
+    x is plain numbers.
     """
     acc = tl.zeros([ROWS, OUT], tl.float32)
     scale, other = 0, 0
@@ -121,9 +128,12 @@ def multiply(
             )  # fmt: skip
         inputs = tl.load(rows + at, mask=there[:, None], other=0.0)
         acc = add_product(
-            acc, inputs, codes, scale, other, at, FORMAT, OUT, DEPTH, POWERS, ALIKE, NATIVE
+            acc, inputs, codes, scale, other, row_scales, there, at,
+            FORMAT, OUT, DEPTH, POWERS, ALIKE, NATIVE, GROUP,
         )  # fmt: skip
         scale, other = next_scale, next_other
+    if GROUP == 0:
+        acc *= tl.load(row_scales, mask=there, other=0.0)[:, None]
     return acc
 
 
