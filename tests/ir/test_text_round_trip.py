@@ -185,9 +185,15 @@ def _renamed(graph: Graph, order: list[int]) -> Graph:
     def swap(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(new.get(v.name, v) for v in values)
 
+    def waits(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(new[name].name if name in new else name for name in names)
+
     ops = tuple(
-        replace(op, operands=swap(op.operands), results=swap(op.results)) for op in graph.ops
-    )
+        replace(
+            op, operands=swap(op.operands), results=swap(op.results), after=waits(op.after)
+        )
+        for op in graph.ops
+    )  # fmt: skip
     return replace(
         graph, ops=ops, outputs=swap(graph.outputs), state_outputs=swap(graph.state_outputs)
     )
