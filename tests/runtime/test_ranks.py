@@ -52,7 +52,6 @@ CHOSEN: list[Case] = [
     ("qwen3_moe", {"dp": 2, "tp": 2, "ep": 4}, {"weights": "mxfp4", **PLAIN}),
     ("qwen3_moe", {"pp": 2, "dp": 2, "tp": 2, "ep": 2}, {"weights": "fp8"}),
     ("qwen3_moe", {"tp": 8, "ep": 8}, PLAIN),
-    ("qwen2_moe", {"tp": 2}, {}),
     ("qwen2_moe", {"tp": 2, "ep": 2}, {}),
     ("qwen2_moe", {"dp": 2, "ep": 2}, {"micro_batches": 2}),
 ]

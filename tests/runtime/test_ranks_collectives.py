@@ -15,7 +15,7 @@ from metainfer.runtime.self_test import pattern, trials
 ROUNDED = ("library", "islands", COMPRESSED)  # sums that are not the reference's bit for bit
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [3, 8])
 def test_algorithms_equal_the_reference_bit_for_bit(pool: RankPool, world: int) -> None:
     off = pool.run(world, rank_tasks.differences, rank_cases.cases(world))
     rounded = [line for line in off if line.startswith(tuple(f"all_reduce {a} " for a in ROUNDED))]
