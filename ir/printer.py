@@ -14,7 +14,8 @@ from metainfer.ir.types import StateType, TensorType, Type
 
 # Words that mean something where an op's name could stand; an op so named is printed in quotes.
 RESERVED_OP_NAMES = frozenset(
-    "after as body by call fused loc page per return states stream weights".split()
+    "after as block body by call dim fused graph load loc main mesh module page per return rule "
+    "states step stream weights".split()
 )
 _BARE_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-/]*")
 # A colon is bare only where the reader cannot take what follows for a type.

@@ -218,6 +218,16 @@ def test_canonical_names_skip_those_of_inputs_and_enter_bodies() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["step", "main", "load", "block", "dim", "mesh", "stream", "by"])
+@pytest.mark.parametrize("behind", ["body () { return }", "stream 2", "{w = ()}", ""])
+def test_an_op_named_by_a_word_of_the_grammar_is_read_back(name: str, behind: str) -> None:
+    # Behind a body, what begins a part of a module could follow, too.
+    text = f'graph f(%a: f32[4]) {{ before() {behind} "{name}"() return %a }}'
+    graph = parse_graph(text)
+    assert graph.ops[1].name == name
+    assert parse_graph(print_graph(graph)) == graph
+
+
 def test_a_thousand_ops_are_read_back() -> None:
     x = Value("%x", tensor(BF16, "T", 576))
     ops = []
