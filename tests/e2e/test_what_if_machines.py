@@ -186,6 +186,7 @@ def test_explain_prints_crossovers_as_a_table(machines: Machines, tmp_path: Path
     assert "basis    one_shot_push: analytic, as one_shot measured" in made.output
 
 
+@pytest.mark.thorough
 def test_sums_are_compressed_only_where_asked(machines: Machines) -> None:
     # Eight cards without peer access: bytes are what counts.
     tp: dict[str, Any] = {"dp": 0, "ep": 0, "tp": 8, "max_tokens": 1024}

@@ -43,7 +43,6 @@ PLAIN = {"overlap": False}
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 CHOSEN: list[Case] = [
     ("llama", {"tp": 2}, {}),
-    ("llama", {"pp": 2}, {}),
     ("llama", {"pp": 2, "tp": 2}, {"forbids": ("ranks.all_reduce_one_shot",)}),
     ("qwen3_moe", {"tp": 2}, {"weights": "mxfp4"}),
     ("qwen3_moe", {"tp": 2, "ep": 2}, {"weights": "fp8", **PLAIN}),
@@ -51,8 +50,6 @@ CHOSEN: list[Case] = [
     ("qwen3_moe", {"tp": 4, "ep": 4}, SKEWED),
     ("qwen3_moe", {"dp": 2, "tp": 2, "ep": 4}, {"weights": "mxfp4", **PLAIN}),
     ("qwen3_moe", {"pp": 2, "dp": 2, "tp": 2, "ep": 2}, {"weights": "fp8"}),
-    ("qwen3_moe", {"tp": 8, "ep": 8}, PLAIN),
-    ("qwen2_moe", {"tp": 2, "ep": 2}, {}),
     ("qwen2_moe", {"dp": 2, "ep": 2}, {"micro_batches": 2}),
 ]
 LAYOUTS: dict[str, list[dict[str, Any]]] = {

@@ -56,7 +56,7 @@ def test_trials_are_the_ends_of_every_row(plan: Path) -> None:
     assert (pattern(one, 0)[:-1] != pattern(one, 0)[1:]).any()
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("guilty", [1])
 def test_an_algorithm_that_does_nothing_is_caught(pool: RankPool, plan: Path, guilty: int) -> None:
     kernel = chosen(plan)
     found = pool.outcomes(2, rank_tasks.load_with_fault, plan, kernel, "does nothing", guilty)
