@@ -11,6 +11,7 @@ the machine's file has it. Algorithms that the ranks refuse are named with their
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,11 +63,11 @@ def time_of(op: Op, algorithm: str, ranks: Ranks) -> float:
     """
     attrs = op_def(op.name).complete(op.attr)
     x, out = (
-        torch.ones(v.tensor.concrete({}), dtype=torch.bfloat16, device=ranks.device)
+        torch.randn(v.tensor.concrete({}), dtype=torch.bfloat16, device=ranks.device)
         for v in (op.operands[0], op.result)
     )
     run = installed().kernels.get(f"ranks.{op.name}_{algorithm}").binder.run
-    call: Callable[[], object] = lambda: run(TorchCall(op, (x,), (out,), attrs))  # noqa: E731
+    call: Callable[[], object] = partial(run, TorchCall(op, (x,), (out,), attrs))
     call()
     own = torch.tensor([captured_us([call] * CALLS)])
     dist.all_reduce(own, op=dist.ReduceOp.MAX, group=ranks.control)

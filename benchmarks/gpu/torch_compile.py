@@ -4,6 +4,8 @@ Decode steps read a static cache of the given context and are captured as one CU
 succeeds, prefill is one forward pass without a cache that returns the last tokens' logits.
 
     python benchmarks/gpu/torch_compile.py --model llama:8b --batch 1 16
+
+NOTE: it has not run to its end on a GPU yet; inductor takes over a minute to compile a batch size.
 """
 
 import argparse

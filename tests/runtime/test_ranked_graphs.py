@@ -52,7 +52,11 @@ def replayed(
 
 @pytest.mark.parametrize(
     "layout",
-    [{"pp": 2, "tp": 2, "ep": 2}],
+    [
+        pytest.param({"tp": 2}, marks=pytest.mark.thorough),
+        {"pp": 2, "tp": 2, "ep": 2},
+        pytest.param({"pp": 2, "dp": 2, "tp": 2, "ep": 4}, marks=pytest.mark.thorough),
+    ],
     ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()),
 )
 def test_captured_steps_answer_what_one_rank_answers(

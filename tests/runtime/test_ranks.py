@@ -63,6 +63,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"pp": 2, "dp": 2, "tp": 2, "ep": 4}, {"pp": 2, "tp": 4, "ep": 4},
         {"pp": 2, "dp": 4, "ep": 4},
     ],
+    "qwen2_moe": [{"tp": 2}, {"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}],
 }  # fmt: skip
 
 

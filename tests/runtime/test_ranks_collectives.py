@@ -15,7 +15,7 @@ from metainfer.runtime.self_test import pattern, trials
 ROUNDED = ("library", "islands", COMPRESSED)  # sums that are not the reference's bit for bit
 
 
-@pytest.mark.parametrize("world", [3, 8])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.thorough), 3, 8])
 def test_algorithms_equal_the_reference_bit_for_bit(pool: RankPool, world: int) -> None:
     off = pool.run(world, rank_tasks.differences, rank_cases.cases(world))
     rounded = [line for line in off if line.startswith(tuple(f"all_reduce {a} " for a in ROUNDED))]
@@ -56,7 +56,7 @@ def test_trials_are_the_ends_of_every_row(plan: Path) -> None:
     assert (pattern(one, 0)[:-1] != pattern(one, 0)[1:]).any()
 
 
-@pytest.mark.parametrize("guilty", [1])
+@pytest.mark.parametrize("guilty", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_an_algorithm_that_does_nothing_is_caught(pool: RankPool, plan: Path, guilty: int) -> None:
     kernel = chosen(plan)
     found = pool.outcomes(2, rank_tasks.load_with_fault, plan, kernel, "does nothing", guilty)
