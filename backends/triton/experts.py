@@ -424,8 +424,11 @@ def _down(
 
 
 def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
-    from metainfer.backends.triton.templates.experts_grouped import experts_sum
-    from metainfer.backends.triton.templates.experts_then import experts_sum_row, experts_sum_then
+    from metainfer.backends.triton.templates.experts_then import (
+        experts_sum,
+        experts_sum_row,
+        experts_sum_then,
+    )
 
     tokens, width = call.out.shape
     columns = min(power_above(width), _SUM_COLUMNS)

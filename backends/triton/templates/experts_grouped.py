@@ -135,26 +135,3 @@ def experts_down(
     )  # fmt: skip
     spot = pairs + (pair * PARTS + part).to(tl.int64)[:, None] * D + column[None, :]
     tl.store(spot, acc.to(pairs.dtype.element_ty), mask=there[:, None] & (column[None, :] < D))
-
-
-@triton.jit
-def experts_sum(
-    pairs, ids, out, E, D, out_token,
-    CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """out[t] = the sum over a token's pairs, in rising order; pairs of no expert were not written.
-
-    Shapes: pairs [T * CHOICES, PARTS, D] -> out [T, D].
-    """
-    blocks = tl.cdiv(D, COLUMNS)
-    token = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.zeros([COLUMNS], tl.float32)
-    for choice in tl.static_range(CHOICES):
-        expert = tl.load(ids + token * CHOICES + choice)
-        known = (expert >= 0) & (expert < E) & (column < D)
-        for part in tl.static_range(PARTS):
-            row = ((token * CHOICES + choice) * PARTS + part).to(tl.int64)
-            acc += tl.load(pairs + row * D + column, mask=known, other=0.0).to(tl.float32)
-    spot = out + token.to(tl.int64) * out_token + column
-    tl.store(spot, acc.to(out.dtype.element_ty), mask=column < D)

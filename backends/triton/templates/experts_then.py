@@ -21,6 +21,23 @@ def sum_pairs(
 
 
 @triton.jit
+def experts_sum(
+    pairs, ids, out, E, D, out_token,
+    CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out[t] = the sum over a token's pairs, in rising order; pairs of no expert were not written.
+
+    Shapes: pairs [T * CHOICES, PARTS, D] -> out [T, D].
+    """
+    blocks = tl.cdiv(D, COLUMNS)
+    token = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    acc = sum_pairs(pairs, ids, token, column, E, D, CHOICES, PARTS, COLUMNS)
+    spot = out + token.to(tl.int64) * out_token + column
+    tl.store(spot, acc.to(out.dtype.element_ty), mask=column < D)
+
+
+@triton.jit
 def experts_sum_then(
     pairs, ids, operands, out, E, D, out_token,
     epilogue: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
