@@ -90,13 +90,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def skewed(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A histogram in which few experts have most of the tokens."""
-    layers = tuple(f"model.layers.{n}.mlp.experts" for n in range(3))
-    counts = tuple(tuple(int(1000 * c) for c in zipf(8, 1.2, seed)) for seed in range(3))
-    file = tmp_path_factory.mktemp("routing") / "skewed.json"
-    RoutingHistogram(models["qwen3_moe"].name, layers, counts).save(file)
-    return str(file)
+def skewed(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By model, a histogram in which few experts have most of the tokens."""
+    folder = tmp_path_factory.mktemp("routing")
+    files = {kind: folder / f"{kind}.json" for kind in models}
+    for kind, file in files.items():
+        count = MODELS[kind].get("num_hidden_layers", 3)
+        layers = tuple(f"model.layers.{n}.mlp.experts" for n in range(count))
+        counts = tuple(tuple(int(1000 * c) for c in zipf(8, 1.2, seed)) for seed in range(count))
+        RoutingHistogram(models[kind].name, layers, counts).save(file)
+    return {kind: str(file) for kind, file in files.items()}
 
 
 def prompts() -> list[list[int]]:
@@ -132,11 +135,11 @@ def name_of(value: object) -> str:
 
 def test_ranks_answer_what_one_answers(
     pool: RankPool, models: dict[str, Path], one_rank: Any, tmp_path: Path,
-    skewed: str, kind: str, layout: dict[str, Any], more: dict[str, Any],
+    skewed: dict[str, str], kind: str, layout: dict[str, Any], more: dict[str, Any],
 ) -> None:  # fmt: skip
     options = {**EXACT, **SMALL, **more}
     if "routing" in more:
-        options["routing"] = skewed
+        options["routing"] = skewed[kind]
     plan = metainfer.compile(str(models[kind]), "8xcpu", out=tmp_path / "plan", **options, **layout)
     wanted = one_rank(kind, {**EXACT, **SMALL, "weights": options["weights"]})
     assert len(set(wanted)) == len(wanted)
