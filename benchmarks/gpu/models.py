@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from shapes import CONFIGS, RandomWeights, spec_of, step_of
-from timing import ceilings, events_ms
+from timing import Share, ceilings, events_ms, shares
 
 import metainfer
 from metainfer.backends.registry import installed
 from metainfer.compiler.predict import predict_step
 from metainfer.ir.plan import Plan
+
+SHOWN = 16  # kernels of a profile
 
 
 def ours(args: argparse.Namespace) -> Iterator[tuple[str, int, float, dict[str, float]]]:
@@ -41,15 +43,18 @@ def ours(args: argparse.Namespace) -> Iterator[tuple[str, int, float, dict[str, 
     print(f"weights drawn and loaded in {time.perf_counter() - begun:.1f} s", flush=True)
     for batch in args.batch:
         tokens, step = step_of(batch, 1, args.context, model.page_size)
-        yield case(model, plan, "decode", tokens, step, f"decode, batch {batch}")
+        name = f"decode, batch {batch}"
+        yield case(model, plan, "decode", tokens, step, name, profile=args.profile)
     for batch, new in ((1, args.prefill_tokens // 16), (8, args.prefill_tokens // 8)):
         tokens, step = step_of(batch, new, new, model.page_size)
-        yield case(model, plan, "prefill", tokens, step, f"prefill, {batch} x {new}")
+        name = f"prefill, {batch} x {new}"
+        yield case(model, plan, "prefill", tokens, step, name, profile=args.profile)
 
 
 def case(
-    model: Any, plan: Plan, phase: str, tokens: np.ndarray, step: dict[str, Any], name: str
-) -> tuple[str, int, float, dict[str, float]]:
+    model: Any, plan: Plan, phase: str, tokens: np.ndarray, step: dict[str, Any], name: str,
+    *, profile: bool,
+) -> tuple[str, int, float, dict[str, float]]:  # fmt: skip
     executor, env = model._prepare(phase, tokens, step)
     calls = executor.launches(env)
     # The input lies in the arena, where a step's later values overwrite it.
@@ -64,31 +69,34 @@ def case(
         run()
     torch.cuda.synchronize()
     eager = events_ms(run, 5)
-    graph_ms = eager
+    graph_ms, timed = eager, run
     if phase == "decode":
         try:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run()
-            graph_ms = events_ms(graph.replay)
+            graph_ms, timed = events_ms(graph.replay), graph.replay
         except RuntimeError as error:
             print(f"{name}: not captured: {str(error).splitlines()[0]}", flush=True)
     predicted = predict_step(plan.module(phase), model.machine, installed(), env)
     work = {k: float(predicted[k]) for k in ("bytes", "flops", "seconds")}
     work["eager_ms"] = eager
-    if phase == "decode" or len(step["lengths"]) == 8:
-        _, measured, _ = model.trace(phase, tokens, step)
-        slowest(measured)
+    if profile:
+        print_shares(*shares(timed))
     return name, len(tokens), graph_ms, work
 
 
-def slowest(measured: Sequence[Any]) -> None:
-    """Where the host's time of a step goes, by kernel (launch by launch, not captured)."""
-    sums: dict[str, float] = {}
-    for m in measured:
-        sums[m.kernel] = sums.get(m.kernel, 0.0) + m.duration_us
-    top = sorted(sums.items(), key=lambda item: -item[1])[:8]
-    print("   host us by kernel: " + ", ".join(f"{k} {v:.0f}" for k, v in top), flush=True)
+def print_shares(found: Sequence[Share], whole: float) -> None:
+    """Where the time of a step goes, by kernel."""
+    total = sum(share.us for share in found)
+    print(
+        f"   {whole:.0f} us from the first to the last kernel, {total:.0f} in kernels", flush=True
+    )
+    for share in found[:SHOWN]:
+        mean = share.us / share.count
+        print(
+            f"   {share.us:9.1f} us {share.count:4d} x {mean:8.2f}  {share.kernel[:90]}", flush=True
+        )
 
 
 def main() -> None:
@@ -100,6 +108,7 @@ def main() -> None:
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--profile", action="store_true", help="time of each kernel in a step")
     parser.add_argument("--prefill-tokens", type=int, default=8 * 2048)
     args = parser.parse_args()
     tops = ceilings()

@@ -87,6 +87,36 @@ def events_ms(run: Callable[[], object], repeats: int = REPLAYS) -> float:
     return statistics.median(times)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What the launches of one kernel take of a run: how many, and microseconds in all."""
+
+    kernel: str
+    count: int
+    us: float
+
+
+def shares(run: Callable[[], object]) -> tuple[list[Share], float]:
+    """Time of each kernel in a run, the most first, and microseconds from the first to the last.
+
+    What the shares leave of the whole is the processors' time between kernels (less than nothing
+    where kernels overlap).
+    """
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    found = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    sums: dict[str, Share] = {}
+    for event in found:
+        known = sums.get(event.name, Share(event.name, 0, 0.0))
+        taken = event.time_range.end - event.time_range.start
+        sums[event.name] = Share(event.name, known.count + 1, known.us + taken)
+    whole = max(e.time_range.end for e in found) - min(e.time_range.start for e in found)
+    return sorted(sums.values(), key=lambda share: -share.us), whole
+
+
 def ceilings() -> Ceilings:
     """Measure a copy, a read and a square bf16 product on random data.
 

@@ -97,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=sorted(CONFIGS), default="llama:8b")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers, for a quick look")
+    parser.add_argument("--mode", default="max-autotune-no-cudagraphs", help="of torch.compile")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=2048)
@@ -112,13 +113,13 @@ def main() -> None:
         )
         for batch in args.batch:
             torch._dynamo.reset()
-            forward = torch.compile(model.forward, dynamic=False)
+            forward = torch.compile(model.forward, dynamic=False, mode=args.mode)
             step = decode_of(model, batch, args.context, forward)
             name = f"decode, batch {batch}"
             ms, how = timed(name, step, captured=True)
             print(f"{args.model} {name}: {ms:.3f} ms ({how})", flush=True)
         torch._dynamo.reset()
-        forward = torch.compile(model.forward, dynamic=False)
+        forward = torch.compile(model.forward, dynamic=False, mode=args.mode)
         ids = torch.randint(0, 1000, (args.prompts, args.prompt), device="cuda")
         name = f"prefill, {args.prompts} x {args.prompt}"
         ms, how = timed(
