@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(CONFIGS), default="llama:8b")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers, for a quick look")
     parser.add_argument("--mode", default="max-autotune-no-cudagraphs", help="of torch.compile")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--prompts", type=int, default=8)
