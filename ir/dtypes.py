@@ -9,97 +9,28 @@ offset) per block; its value is ``code * scale + offset``. Text forms::
     f8e4m3/128x128:f32              fp8 with 128 x 128 blocks
     f8e4m3/128:f8e8m0               fp8 with blocks of 1 x 128 and power-of-two scales
     f4e2m1/32:f8e8m0                MXFP4
+    f4e2m1/16:f8e4m3*f32            NVFP4: the scales of a row share a second one
     i8/row:f32                      one scale per row
     f8e4m3/tensor:f32               one scale per matrix (of a stack of matrices, one for each)
 
 Values are exact products in float32; beyond its range they are infinite (code 6 at scale 2^127),
-and the NaN codes of fp8 and of ue8m0 scales give NaN.
+and the NaN codes of fp8 and of ue8m0 scales give NaN. With a second scale ``code * scale`` is exact
+(even in 16 bits) and its product by the second one is rounded to float32. NVFP4 has one for the
+tensor: here each row has its own, so that rows can be cut, joined and reordered like those of any
+other format; that of a tensor is repeated.
 """
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
-import ml_dtypes
 import numpy as np
 
 from metainfer.ir.errors import TypeMismatch
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """A plain element type.
-
-    Attributes:
-        name: text form.
-        bits: storage of one element.
-        kind: "float", "int", "uint" or "bool".
-    """
-
-    name: str
-    bits: int
-    kind: str
-
-    def __str__(self) -> str:
-        """Print the text form."""
-        return self.name
-
-    @property
-    def is_float(self) -> bool:
-        """Whether values are floating point."""
-        return self.kind == "float"
-
-    @property
-    def numpy(self) -> np.dtype:
-        """The numpy dtype that holds one element (4-bit types take a byte each)."""
-        return _NUMPY[self.name]
-
-    def size_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a dense array of this shape, 4-bit elements packed in pairs."""
-        return (math.prod(shape) * self.bits + 7) // 8
-
-
-_SCALARS: dict[str, Scalar] = {
-    s.name: s
-    for s in (
-        Scalar("bool", 8, "bool"),
-        Scalar("i4", 4, "int"),
-        Scalar("u4", 4, "uint"),
-        Scalar("i8", 8, "int"),
-        Scalar("u8", 8, "uint"),
-        Scalar("i16", 16, "int"),
-        Scalar("i32", 32, "int"),
-        Scalar("i64", 64, "int"),
-        Scalar("f16", 16, "float"),
-        Scalar("bf16", 16, "float"),
-        Scalar("f32", 32, "float"),
-        Scalar("f64", 64, "float"),
-        Scalar("f8e4m3", 8, "float"),
-        Scalar("f8e5m2", 8, "float"),
-        Scalar("f8e8m0", 8, "float"),
-        Scalar("f4e2m1", 4, "float"),
-    )
-}
-_NUMPY: dict[str, np.dtype] = {
-    "bool": np.dtype(np.bool_),
-    "i4": np.dtype(np.int8),
-    "u4": np.dtype(np.uint8),
-    "i8": np.dtype(np.int8),
-    "u8": np.dtype(np.uint8),
-    "i16": np.dtype(np.int16),
-    "i32": np.dtype(np.int32),
-    "i64": np.dtype(np.int64),
-    "f16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "f32": np.dtype(np.float32),
-    "f64": np.dtype(np.float64),
-    "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "f8e5m2": np.dtype(ml_dtypes.float8_e5m2),
-    "f8e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "f4e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
-}
-
+from metainfer.ir.scalars import SCALARS
+from metainfer.ir.scalars import Scalar as Scalar  # half of what a DType is
 
 # Blocks that are whole dims, by their text.
 _WHOLE = {(0,): "row", (0, 0): "tensor"}
@@ -115,6 +46,7 @@ class Block:
             means the whole dim: (0,) is a "row", (0, 0) a "tensor".
         scale: type of the scale of each block.
         offset: type of the offset of each block, or None where the format is symmetric.
+        row: type of the second scale, of a row (last dim), or None where there is none.
 
     Raises: TypeMismatch for extents that have no text form.
     """
@@ -123,6 +55,7 @@ class Block:
     block: tuple[int, ...]
     scale: Scalar
     offset: Scalar | None = None
+    row: Scalar | None = None
 
     def __post_init__(self) -> None:
         """Bring equal formats to one form: blocks of 1 x 128 are blocks of 128."""
@@ -134,13 +67,19 @@ class Block:
                 f"blocks of {'x'.join(map(str, block)) or 'no extent'}",
                 advice="extents are positive, or all of them are whole dims: /row or /tensor",
             )
+        if self.row is not None and (self.offset is not None or len(block) > 1 or 0 in block):
+            raise TypeMismatch(
+                f"scales of rows beside those of blocks of {'x'.join(map(str, block))}",
+                advice="a second scale is that of groups in a row, without offsets",
+            )
         object.__setattr__(self, "block", block)
 
     def __str__(self) -> str:
         """Print the text form."""
         blocks = _WHOLE.get(self.block) or "x".join(map(str, self.block))
         offset = f"+{self.offset}" if self.offset else ""
-        return f"{self.element}/{blocks}:{self.scale}{offset}"
+        row = f"*{self.row}" if self.row else ""
+        return f"{self.element}/{blocks}:{self.scale}{offset}{row}"
 
     @property
     def name(self) -> str:
@@ -158,8 +97,13 @@ class Block:
         return True
 
     @property
+    def is_single(self) -> bool:
+        """Whether a value is its code times one scale: no offset, no second scale."""
+        return self.offset is None and self.row is None
+
+    @property
     def bits(self) -> float:
-        """Bits of one element with its share of the scales, for whole blocks (rows: codes only)."""
+        """Bits of one element with its share of its block's scales; those of rows are left out."""
         per_block = math.prod(self.block)
         if per_block == 0:
             return self.element.bits
@@ -179,6 +123,11 @@ class Block:
             )
         return (1,) * (rank - len(self.block)) + self.block
 
+    def whole_dims(self, rank: int) -> tuple[int, ...]:
+        """Dims of a tensor that one scale spans: they are rounded as a whole or not at all."""
+        found = [dim for dim, extent in enumerate(self.extents(rank)) if extent == 0]
+        return (*found, *([rank - 1] if self.row else []))
+
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scales of a tensor of ``shape``; the last block of a dim may be short.
 
@@ -191,27 +140,28 @@ class Block:
         """Bytes of codes, scales and offsets of a tensor of ``shape``."""
         blocks = math.prod(self.scale_shape(shape))
         side = self.scale.bits + (self.offset.bits if self.offset else 0)
-        return self.element.size_bytes(shape) + (blocks * side + 7) // 8
+        rows = math.prod(shape[:-1]) * self.row.bits // 8 if self.row else 0
+        return self.element.size_bytes(shape) + (blocks * side + 7) // 8 + rows
 
 
 DType = Scalar | Block
 
-BOOL = _SCALARS["bool"]
-I4 = _SCALARS["i4"]
-U4 = _SCALARS["u4"]
-I8 = _SCALARS["i8"]
-U8 = _SCALARS["u8"]
-I16 = _SCALARS["i16"]
-I32 = _SCALARS["i32"]
-I64 = _SCALARS["i64"]
-F16 = _SCALARS["f16"]
-BF16 = _SCALARS["bf16"]
-F32 = _SCALARS["f32"]
-F64 = _SCALARS["f64"]
-F8E4M3 = _SCALARS["f8e4m3"]
-F8E5M2 = _SCALARS["f8e5m2"]
-F8E8M0 = _SCALARS["f8e8m0"]
-F4E2M1 = _SCALARS["f4e2m1"]
+BOOL = SCALARS["bool"]
+I4 = SCALARS["i4"]
+U4 = SCALARS["u4"]
+I8 = SCALARS["i8"]
+U8 = SCALARS["u8"]
+I16 = SCALARS["i16"]
+I32 = SCALARS["i32"]
+I64 = SCALARS["i64"]
+F16 = SCALARS["f16"]
+BF16 = SCALARS["bf16"]
+F32 = SCALARS["f32"]
+F64 = SCALARS["f64"]
+F8E4M3 = SCALARS["f8e4m3"]
+F8E5M2 = SCALARS["f8e5m2"]
+F8E8M0 = SCALARS["f8e8m0"]
+F4E2M1 = SCALARS["f4e2m1"]
 
 # GGUF's storage formats, as values of the same definition. Q4_K and Q6_K nest two scales; their
 # product is exact in f32, so the flat form loses nothing.
@@ -224,25 +174,27 @@ GGUF_FORMATS: dict[str, Block] = {
 }
 MXFP4 = Block(F4E2M1, (32,), F8E8M0)
 MXFP8 = Block(F8E4M3, (32,), F8E8M0)
-NVFP4 = Block(F4E2M1, (16,), F8E4M3)
+NVFP4 = Block(F4E2M1, (16,), F8E4M3, row=F32)
 # FP8 as checkpoints and kernels have it; the UE8M0 twins keep powers of two as scales.
 FP8_TENSOR = Block(F8E4M3, (0, 0), F32)
 FP8_ROW = Block(F8E4M3, (0,), F32)
 FP8_BLOCK = Block(F8E4M3, (128, 128), F32)
+FP8_BLOCK_32 = Block(F8E4M3, (32, 32), F32)
 FP8_GROUP = Block(F8E4M3, (128,), F32)
 FP8_BLOCK_UE8M0 = Block(F8E4M3, (128, 128), F8E8M0)
 FP8_GROUP_UE8M0 = Block(F8E4M3, (128,), F8E8M0)
 
 _BLOCK_RE = re.compile(
     r"(?P<element>\w+)/(?P<block>row|tensor|\d+(?:x\d+)*):(?P<scale>\w+)(?:\+(?P<offset>\w+))?"
+    r"(?:\*(?P<row>\w+))?"
 )
-SCALAR_NAMES = tuple(_SCALARS)
+SCALAR_NAMES = tuple(SCALARS)
 
 
 def _scalar(name: str, whole: str) -> Scalar:
-    found = _SCALARS.get(name)
+    found = SCALARS.get(name)
     if found is None:
-        known = ", ".join(_SCALARS)
+        known = ", ".join(SCALARS)
         raise TypeMismatch(f"unknown element type {name!r} in {whole!r}", advice=f"known: {known}")
     return found
 
@@ -264,21 +216,24 @@ def parse_dtype(text: str) -> DType:
             advice="write /row for one scale per row, /tensor for one per matrix",
         )
     offset = _scalar(match["offset"], text) if match["offset"] else None
-    return Block(_scalar(match["element"], text), block, _scalar(match["scale"], text), offset)
+    row = _scalar(match["row"], text) if match["row"] else None
+    return Block(_scalar(match["element"], text), block, _scalar(match["scale"], text), offset, row)
 
 
 @dataclass(frozen=True)
 class BlockArray:
     """Values of a block format: one code per element, one scale (and offset) per block.
 
-    Shapes: codes [*shape], scales and offsets [*format.scale_shape(shape)].
-    Source: value = code * scale + offset, computed in float32.
+    Shapes: codes [*shape], scales and offsets [*format.scale_shape(shape)], row_scales
+    [*shape[:-1], 1].
+    Source: value = code * scale + offset, or code * scale * row_scale, computed in float32.
     """
 
     format: Block
     codes: np.ndarray
     scales: np.ndarray
     offsets: np.ndarray | None = None
+    row_scales: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -290,9 +245,42 @@ class BlockArray:
         scales = _spread(self.scales.astype(np.float32), self.format, self.shape)
         with np.errstate(over="ignore"):  # 6 * 2^127 is infinite in float32
             values = self.codes.astype(np.float32) * scales
+        if self.row_scales is not None:
+            values = values * self.row_scales.astype(np.float32)
         if self.offsets is None:
             return values
         return values + _spread(self.offsets.astype(np.float32), self.format, self.shape)
+
+    def by_rows(self, move: Callable[[np.ndarray], np.ndarray]) -> "BlockArray":
+        """Rows taken, repeated or reordered: codes, scales and offsets alike.
+
+        Args:
+            move: does so to an array, by its first dim alone.
+        """
+        offsets, row_scales = (None if a is None else move(a) for a in self._sides)
+        return BlockArray(self.format, move(self.codes), move(self.scales), offsets, row_scales)
+
+    @staticmethod
+    def joined(
+        parts: Sequence["BlockArray"], join: Callable[[list[np.ndarray]], np.ndarray]
+    ) -> "BlockArray":
+        """Arrays of one format as one: codes, scales and offsets each by ``join``."""
+
+        def side(arrays: list[np.ndarray | None]) -> np.ndarray | None:
+            there = [a for a in arrays if a is not None]
+            return join(there) if there else None
+
+        return BlockArray(
+            parts[0].format,
+            join([p.codes for p in parts]),
+            join([p.scales for p in parts]),
+            side([p.offsets for p in parts]),
+            side([p.row_scales for p in parts]),
+        )
+
+    @property
+    def _sides(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        return self.offsets, self.row_scales
 
     def part(self, dim: int, start: int, stop: int) -> "BlockArray":
         """Elements ``start:stop`` of one dim with their scales; the codes are a view.
@@ -300,7 +288,10 @@ class BlockArray:
         Raises: TypeMismatch if ``start`` lies inside a block.
         """
         extent = self.format.extents(len(self.shape))[dim]
-        codes = self.codes[(slice(None),) * dim + (slice(start, stop),)]
+        cut = (slice(None),) * dim + (slice(start, stop),)
+        codes, row_scales = self.codes[cut], self.row_scales
+        if row_scales is not None and dim < len(self.shape) - 1:
+            row_scales = row_scales[cut]
         if extent == 0:
             return BlockArray(self.format, codes, self.scales, self.offsets)
         if start % extent and start != stop:
@@ -310,7 +301,7 @@ class BlockArray:
             )
         side = (slice(None),) * dim + (slice(start // extent, -(-stop // extent)),)
         offsets = None if self.offsets is None else self.offsets[side]
-        return BlockArray(self.format, codes, self.scales[side], offsets)
+        return BlockArray(self.format, codes, self.scales[side], offsets, row_scales)
 
 
 def _spread(per_block: np.ndarray, format: Block, shape: tuple[int, ...]) -> np.ndarray:
@@ -336,6 +327,9 @@ def quantize(values: np.ndarray, format: Block) -> BlockArray:
     The rule that OCP MX suggests, 2^(floor(log2 max|x|) - emax), clips maxima above 6 * 2^k (in
     MXFP4 by up to a quarter of the value) and is not used anywhere here.
 
+    Second scales bring the largest magnitude of a row to the largest code at the largest scale;
+    then the row's quotients by it are rounded as above.
+
     Shapes: values [*shape] -> codes [*shape], scales [*format.scale_shape(shape)].
     Raises: TypeMismatch if a value is not finite or beyond the format, if there are fewer dims than
         the block has, or if one cannot round to the format (unsigned codes without an offset).
@@ -343,6 +337,8 @@ def quantize(values: np.ndarray, format: Block) -> BlockArray:
     _check_roundable(format)
     x = np.asarray(values, dtype=np.float32)
     format.scale_shape(x.shape)
+    if format.row is not None:
+        return _quantize_rows(x, format, format.row)
     blocks = _blocks(x, format)
     low, high = blocks.min(axis=-1, initial=np.inf), blocks.max(axis=-1, initial=-np.inf)
     if x.size and not (np.isfinite(low).all() and np.isfinite(high).all()):
@@ -362,6 +358,17 @@ def quantize(values: np.ndarray, format: Block) -> BlockArray:
     return BlockArray(format, _encode(ratio, format.element), scales, offsets)
 
 
+def _quantize_rows(x: np.ndarray, format: Block, type_: Scalar) -> BlockArray:
+    most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
+    if not np.isfinite(most).all():
+        raise TypeMismatch(f"quantize to {format}: a value is not finite")
+    top = np.float32(_largest_code(format.element) * _largest_code(format.scale))
+    # Rows of zeros, or so tiny that the scale would be no normal number, take the smallest one.
+    row_scales = np.maximum(most / top, np.finfo(np.float32).tiny).astype(type_.numpy)
+    made = quantize(x / row_scales.astype(np.float32), replace(format, row=None))
+    return BlockArray(format, made.codes, made.scales, None, row_scales)
+
+
 def _check_roundable(format: Block) -> None:
     element = format.element
     fits = {"int": format.offset is None, "uint": format.offset is not None}
@@ -371,6 +378,8 @@ def _check_roundable(format: Block) -> None:
             advice="unsigned codes need an offset, signed and float codes have none",
         )
     offset = format.offset or F32
+    if format.row not in (None, F32):
+        raise TypeMismatch(f"cannot round to {format}", advice="scales of rows are f32")
     if F8E8M0 in (element, offset) or not format.scale.is_float or not offset.is_float:
         raise TypeMismatch(f"cannot round to {format}", advice="scales and offsets are floats")
 

@@ -11,7 +11,7 @@ class OptionError(MetainferError):
 
 
 ACTIVATIONS = ("auto", "f32", "bf16", "fp8")
-WEIGHTS = ("auto", "keep", "f32", "bf16", "int8", "int4", "fp8", "mxfp4")
+WEIGHTS = ("auto", "keep", "f32", "bf16", "int8", "int4", "fp8", "fp8-32x32", "mxfp4", "nvfp4")
 KV = ("auto", "f32", "bf16")
 COMPRESSIONS = ("none", "fp8")
 
@@ -25,8 +25,8 @@ class Options:
             that, and products of fp8 weights read it rounded to fp8 codes (lossy).
         weights: "auto" keeps the checkpoint's format where the device has a kernel for it, and
             weighs fp8 and MXFP4 against conversions that lose nothing; "keep" insists; "f32" and
-            "bf16" dequantize; "int8", "int4", "fp8" and "mxfp4" quantize linears and experts
-            (lossy).
+            "bf16" dequantize; "int8", "int4", "fp8", "fp8-32x32" (blocks of that size), "mxfp4" and
+            "nvfp4" quantize linears and experts (lossy).
         exact: whether kernels may add no rounding of their own (int8 activations, say).
         kv: element type of cached keys and values.
         max_tokens: largest step of a prefill, in tokens (the chunk).

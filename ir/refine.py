@@ -6,6 +6,7 @@ blocks of 128 can be shared by 8 ranks, 192 rows each, once their blocks are 64 
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +19,7 @@ def check_refines(fine: Block, coarse: Block, shape: tuple[int, ...]) -> None:
 
     Raises: TypeMismatch naming the dim and both extents, or what else differs.
     """
-    if (fine.element, fine.scale, fine.offset) != (coarse.element, coarse.scale, coarse.offset):
+    if replace(fine, block=coarse.block) != coarse:
         raise TypeMismatch(
             f"{fine} is no refinement of {coarse}: only the blocks may differ",
             advice="dequantize and quantize, if a loss is meant",
@@ -53,7 +54,7 @@ def refine(array: BlockArray, format: Block) -> BlockArray:
         index = np.arange(count) * new // old if old else np.zeros(count, np.intp)
         scales = scales.take(index, axis=dim)
         offsets = None if offsets is None else offsets.take(index, axis=dim)
-    return BlockArray(format, array.codes, scales, offsets)
+    return BlockArray(format, array.codes, scales, offsets, array.row_scales)
 
 
 def refined_format(format: Block, shape: tuple[int, ...], parts: Mapping[int, int]) -> Block:
@@ -70,7 +71,7 @@ def refined_format(format: Block, shape: tuple[int, ...], parts: Mapping[int, in
     for dim, part in parts.items():
         if extents[dim] and part < shape[dim]:
             extents[dim] = math.gcd(extents[dim], part)
-    return Block(format.element, tuple(extents), format.scale, format.offset)
+    return replace(format, block=tuple(extents))
 
 
 def row_blocks(format: Block, shape: tuple[int, ...], rows: int) -> Block:
@@ -81,5 +82,5 @@ def row_blocks(format: Block, shape: tuple[int, ...], rows: int) -> Block:
     if len(format.block) < len(shape):
         return format
     if format.block[0] == 0:
-        return Block(format.element, format.block[1:], format.scale, format.offset)
+        return replace(format, block=format.block[1:])
     return refined_format(format, shape, {0: rows})

@@ -7,10 +7,13 @@ from metainfer.ir.errors import Unsupported
 
 # Tensors of these say by their names, types and shapes what they are.
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4")
-_PACKED_FORMATS = ("float-quantized", "naive-quantized", "mxfp4-pack-quantized")
+_PACKED_FORMATS = (
+    "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized",
+)  # fmt: skip
+_MODELOPT = ("FP8", "NVFP4")
 _ADVICE = (
-    "read are fp8 (scales by tensor, row or block) and mxfp4 weights: take the model in one of "
-    "those, in bf16, or as a GGUF file"
+    "read are fp8 (scales by tensor, row or block), mxfp4 and nvfp4 weights: take the model in one "
+    "of those, in bf16, or as a GGUF file"
 )
 
 
@@ -31,7 +34,7 @@ def check_quantization(config: Mapping[str, Any], origin: str = "") -> None:
             f"quantization_config is {found!r}", origin=origin, advice="wanted an object"
         )
     method = found.get("quant_method")
-    if method in METHODS:
+    if method in METHODS or (method == "modelopt" and found.get("quant_algo") in _MODELOPT):
         return
     if method != "compressed-tensors":
         raise Unsupported(

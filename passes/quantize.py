@@ -8,14 +8,26 @@ for it, even one that holds it wider: the reason then says what that takes in me
 fp8 and MXFP4 codes are weighed against conversions that lose no more than bf16 does: the cheapest
 that fits the device's memory is taken. Without a kernel a weight takes the activations' type, as
 the model was captured, or f32; a format that loses more is taken only where not even that has a
-kernel, or on request: bf16, int8, int4, fp8, mxfp4. Routers and norms stay as they are then, and
-tables and heads never take 4-bit or fp8 codes.
+kernel, or on request: bf16, int8, int4, fp8, fp8-32x32, mxfp4, nvfp4. Routers and norms stay as
+they are then, and tables and heads never take 4-bit or fp8 codes.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from metainfer.ir.dtypes import BF16, F16, F32, FP8_BLOCK, FP8_ROW, MXFP4, Block, DType, parse_dtype
+from metainfer.ir.dtypes import (
+    BF16,
+    F16,
+    F32,
+    FP8_BLOCK,
+    FP8_BLOCK_32,
+    FP8_ROW,
+    MXFP4,
+    NVFP4,
+    Block,
+    DType,
+    parse_dtype,
+)
 from metainfer.ir.format_error import relative_rms
 from metainfer.ir.graph import Module, Value
 from metainfer.passes.held_weights import Held, bytes_as, widest
@@ -35,6 +47,8 @@ from metainfer.passes.weights import LoadEditor
 
 INT8 = "i8/32:f16"
 INT4 = "u4/32:f16+f16"
+FP8 = {"fp8": FP8_BLOCK, "fp8-32x32": FP8_BLOCK_32}
+FP4 = {"mxfp4": MXFP4, "nvfp4": NVFP4}
 # A-priori bound of the error of one weight, as a fraction of its block's range.
 RANGE_ERROR = {INT8: 1 / 254, INT4: 1 / 30}
 # The same of a cast, as a fraction of the weight.
@@ -104,7 +118,9 @@ def _requested(item: Item, request: str, target: Target, limits: Limits) -> _Cho
         return _kept(item, f"--weights {request}, but a router's scores choose the experts")
     if request in ("int8", "int4"):
         return _whole_numbers(item, request, target, limits)
-    return _fp8(item, request) if request == "fp8" else _mxfp4(item, request)
+    if request in FP8:
+        return _fp8(item, request, FP8[request])
+    return _fp4(item, request, FP4[request])
 
 
 def _kept(item: Item, reason: str) -> _Choice:
@@ -132,29 +148,31 @@ def _whole_numbers(item: Item, request: str, target: Target, limits: Limits) -> 
     return _Choice(parse_dtype(wanted), reason)
 
 
-def _fp8(item: Item, request: str) -> _Choice:
-    """Blocks of 128 x 128; a scale a row where a matrix is no whole number of them."""
+def _fp8(item: Item, request: str, wanted: Block) -> _Choice:
+    """Square blocks; a scale a row where a matrix is no whole number of them."""
     own = item.own
     if item.is_outer:
         return _kept(item, f"--weights {request}, but tables and heads stay")
-    if isinstance(own, Block) and own.element == FP8_BLOCK.element:
+    if isinstance(own, Block) and own.element == wanted.element:
         return _Choice(own, f"--weights {request}, and the checkpoint holds {own} already")
-    is_whole = all(n % 128 == 0 for shape in item.shapes for n in shape[-2:])
-    wanted = FP8_BLOCK if is_whole else FP8_ROW
-    why = "" if is_whole else f"; {_sizes(item)} is no whole number of blocks of 128 x 128"
-    return _Choice(wanted, f"--weights {request}: {_error(item, wanted)}{why}")
+    size = wanted.block[-1]
+    if all(n % size == 0 for shape in item.shapes for n in shape[-2:]):
+        return _Choice(wanted, f"--weights {request}: {_error(item, wanted)}")
+    why = f"{_sizes(item)} is no whole number of blocks of {size} x {size}"
+    return _Choice(FP8_ROW, f"--weights {request}: {_error(item, FP8_ROW)}; {why}")
 
 
-def _mxfp4(item: Item, request: str) -> _Choice:
+def _fp4(item: Item, request: str, wanted: Block) -> _Choice:
     if item.is_outer:
         return _kept(item, f"--weights {request}, but tables and heads stay")
-    if item.own == MXFP4:
-        return _Choice(MXFP4, f"--weights {request}, and the checkpoint holds it already")
-    cut = narrow_rows(item.shapes, 32)
+    if item.own == wanted:
+        return _Choice(wanted, f"--weights {request}, and the checkpoint holds it already")
+    size = wanted.block[-1]
+    cut = narrow_rows(item.shapes, size)
     if cut:
-        choice = _fp8(item, request)
-        return _Choice(choice.dtype, f"{choice.reason}; rows of {cut} cut groups of 32")
-    return _Choice(MXFP4, f"--weights {request}: {_error(item, MXFP4)}")
+        choice = _fp8(item, request, FP8_BLOCK)
+        return _Choice(choice.dtype, f"{choice.reason}; rows of {cut} cut groups of {size}")
+    return _Choice(wanted, f"--weights {request}: {_error(item, wanted)}")
 
 
 def _sizes(item: Item) -> str:

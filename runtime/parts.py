@@ -49,8 +49,13 @@ def _whole_blocks(op: Op, dim: int, bounds: tuple[int, int]) -> tuple[int, int]:
     start, stop = bounds
     for type_ in (op.operands[0].tensor, op.result.tensor):
         extent, size = block_extent(type_, dim), type_.shape[dim].static
-        if op.name == "quantize" and isinstance(type_.dtype, Block) and extent == 0:
-            # Its scale is that of the whole dim, of which every part keeps a copy.
+        dtype = type_.dtype
+        if (
+            op.name == "quantize"
+            and isinstance(dtype, Block)
+            and dim in dtype.whole_dims(type_.rank)
+        ):
+            # A scale is that of the whole dim, of which every part keeps a copy.
             extent = size
         extent = extent or 1
         start, stop = start // extent * extent, min(-(-stop // extent) * extent, size)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from metainfer.backends.torch.tensors import BlockTensors, to_torch, torch_dtype
+from metainfer.backends.torch.tensors import plain_weight, to_torch, torch_dtype
 from metainfer.ir.dtypes import BlockArray
 from metainfer.ir.errors import PlanError
 from metainfer.ir.rope import Rope
@@ -72,12 +72,7 @@ class Storage:
 
     def _placed(self, data: Any) -> Any:
         if isinstance(data, BlockArray):
-            data = BlockTensors(
-                data.format,
-                to_torch(data.codes),
-                to_torch(data.scales),
-                None if data.offsets is None else to_torch(data.offsets),
-            )
+            data = plain_weight(data)
         elif isinstance(data, np.ndarray):
             data = to_torch(data)
         return data if self.device.type == "cpu" else _moved(data, self.device)

@@ -1,6 +1,7 @@
-"""Checkpoints of fp8 and MXFP4 weights, written by loops of torch that share nothing with ours."""
+"""Checkpoints of fp8 and fp4 weights, written by loops of torch that share nothing with ours."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,39 @@ def packed(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {f"{name}_packed": bytes_, f"{name}_scale": exponents}, values
 
 
+def nvfp4(w: torch.Tensor, whole: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bytes [N, K/2], scales [N, K/16] in e4m3 for a given one of the tensor, and values."""
+    groups = w.reshape(w.shape[0], -1, 16)
+    scales = (groups.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+    ratio = groups / (scales.float() * whole)[..., None]
+    index = (ratio.abs()[..., None] - E2M1).abs().argmin(-1)
+    values = E2M1[index] * ratio.sign() * scales.float()[..., None] * torch.tensor(whole)
+    nibbles = (index + 8 * (ratio < 0)).to(torch.uint8).reshape(w.shape[0], -1, 2)
+    return nibbles[..., 0] | nibbles[..., 1] << 4, scales, values.reshape(w.shape)
+
+
+def modelopt(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """NVFP4 with a factor for the tensor, and a static scale for activations."""
+    if w.shape[-1] % 16:
+        return {name: w}, w
+    whole = (w.abs().max() / (6 * 448)).item()
+    bytes_, scales, values = nvfp4(w, whole)
+    stem = name.removesuffix(".weight")
+    extra = {f"{name}_scale_2": torch.tensor(whole), f"{stem}.input_scale": torch.tensor(0.5)}
+    return {name: bytes_, f"{name}_scale": scales, **extra}, values
+
+
+def nvfp4_packed(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """NVFP4 with a divisor for the tensor: a power of two, so that both ways round alike."""
+    if w.shape[-1] % 16:
+        return {name: w}, w
+    power = 2.0 ** math.ceil(math.log2(w.abs().max().item() / (6 * 448)))
+    bytes_, scales, values = nvfp4(w, power)
+    made = {f"{name}_packed": bytes_, f"{name}_scale": scales}
+    divisor = {f"{name}_global_scale": torch.tensor([1 / power])}
+    return {**made, **divisor}, values
+
+
 Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 WRITERS: dict[str, Writer] = {
     "deepseek": deepseek,
@@ -84,6 +118,8 @@ WRITERS: dict[str, Writer] = {
     "by_tensor": by_tensor,
     "by_row": by_row,
     "packed": packed,
+    "modelopt": modelopt,
+    "nvfp4_packed": nvfp4_packed,
 }
 CONFIGS: dict[str, dict[str, object]] = {
     "deepseek": {"quant_method": "fp8", "weight_block_size": [32, 32]},
@@ -91,6 +127,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     "by_tensor": {"quant_method": "fp8", "activation_scheme": "static"},
     "by_row": {"quant_method": "compressed-tensors", "format": "float-quantized"},
     "packed": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "nvfp4_packed": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
 }
 
 

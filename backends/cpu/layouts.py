@@ -122,8 +122,7 @@ def _part(weight: np.ndarray | BlockArray, index: int) -> np.ndarray | BlockArra
     """One matrix of a stack."""
     if not isinstance(weight, BlockArray):
         return np.asarray(weight[index])
-    offsets = None if weight.offsets is None else weight.offsets[index]
-    return BlockArray(weight.format, weight.codes[index], weight.scales[index], offsets)
+    return weight.by_rows(lambda a: a[index])
 
 
 def _pack_matrix(layout: str, weight: np.ndarray | BlockArray, blob: np.ndarray) -> None:
@@ -169,13 +168,7 @@ def _stacked(parts: list[np.ndarray | BlockArray]) -> np.ndarray | BlockArray:
     blocks = [p for p in parts if isinstance(p, BlockArray)]
     if not blocks:
         return np.stack([np.asarray(p) for p in parts])
-    offsets = [b.offsets for b in blocks if b.offsets is not None]
-    return BlockArray(
-        blocks[0].format,
-        np.stack([b.codes for b in blocks]),
-        np.stack([b.scales for b in blocks]),
-        np.stack(offsets) if offsets else None,
-    )
+    return BlockArray.joined(blocks, np.stack)
 
 
 def aligned_bytes(count: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ def _dequantize(x: BlockArray, *, dtype: str = "f32") -> Any:
     )
     block = tuple(g // e for g, e in zip(np.indices(x.shape), extents, strict=True))
     values = jnp.asarray(x.codes).astype(jnp.float32) * jnp.asarray(x.scales, jnp.float32)[block]
+    if x.row_scales is not None:
+        values = values * jnp.asarray(x.row_scales, jnp.float32)
     if x.offsets is not None:
         values = values + jnp.asarray(x.offsets, jnp.float32)[block]
     return values.astype(jax_type(dtype))
@@ -34,6 +37,8 @@ def _quantize(x: Any, *, format: str) -> BlockArray:
     """Every block is rounded by itself."""
     format_ = cast(Block, parse_dtype(format))
     values = _dequantize(x) if isinstance(x, BlockArray) else jnp.asarray(x, jnp.float32)
+    if format_.row is not None:
+        return _by_rows(values, format_)
     scales = np.zeros(format_.scale_shape(values.shape), format_.scale.numpy)
     offsets = None if format_.offset is None else np.zeros(scales.shape, format_.offset.numpy)
     codes = np.zeros(values.shape, format_.element.numpy)
@@ -48,6 +53,16 @@ def _quantize(x: Any, *, format: str) -> BlockArray:
         if offsets is not None:
             offsets[place] = np.asarray(offset)
     return BlockArray(format_, codes, scales, offsets)
+
+
+def _by_rows(values: Any, format: Block) -> BlockArray:
+    """Every row is divided by what brings its largest number to the largest code and scale."""
+    top = _LARGEST[format.element.name] * _LARGEST[format.scale.name]
+    least = np.finfo(np.float32).tiny
+    most = jnp.abs(values).max(axis=-1, keepdims=True)
+    row = np.maximum(np.asarray(most, np.float32) / np.float32(top), least)
+    made = _quantize(np.asarray(values) / row, format=str(replace(format, row=None)))
+    return replace(made, format=format, row_scales=row)
 
 
 def _block(values: Any, format: Block) -> tuple[Any, Any, Any]:
@@ -114,7 +129,7 @@ def _refine_scales(x: BlockArray, *, format: str) -> BlockArray:
         return sides[firsts]
 
     offsets = None if x.offsets is None else spread(x.offsets)
-    return BlockArray(format_, x.codes, spread(x.scales), offsets)
+    return BlockArray(format_, x.codes, spread(x.scales), offsets, x.row_scales)
 
 
 def _rows(x: Any, index: Any) -> Any:
@@ -130,27 +145,19 @@ def _unpermute_rope(x: Any, *, heads: int) -> Any:
     index = head * 2 * pairs + pair * 2 + half
     if not isinstance(x, BlockArray):
         return jnp.take(x, index, axis=0)
-    offsets = None if x.offsets is None else _rows(x.offsets, index)
-    return BlockArray(x.format, _rows(x.codes, index), _rows(x.scales, index), offsets)
+    return x.by_rows(lambda a: _rows(a, index))
 
 
 def _take_rows(x: Any, index: Any) -> Any:
     if not isinstance(x, BlockArray):
         return jnp.take(x, index, axis=0)
-    offsets = None if x.offsets is None else _rows(x.offsets, index)
-    return BlockArray(x.format, _rows(x.codes, index), _rows(x.scales, index), offsets)
+    return x.by_rows(lambda a: _rows(a, index))
 
 
 def _concat_rows(*xs: Any) -> Any:
     if not isinstance(xs[0], BlockArray):
         return jnp.vstack(xs) if xs[0].ndim > 1 else jnp.hstack(xs)
-    offsets = [x.offsets for x in xs]
-    return BlockArray(
-        xs[0].format,
-        np.vstack([x.codes for x in xs]),
-        np.vstack([x.scales for x in xs]),
-        None if offsets[0] is None else np.vstack(offsets),
-    )
+    return BlockArray.joined(xs, np.vstack)
 
 
 def _repeat_rows(x: Any, *, groups: int, times: int) -> Any:
@@ -163,8 +170,7 @@ def _repeat_rows(x: Any, *, groups: int, times: int) -> Any:
 
     if not isinstance(x, BlockArray):
         return repeated(x)
-    offsets = None if x.offsets is None else repeated(x.offsets)
-    return BlockArray(x.format, repeated(x.codes), repeated(x.scales), offsets)
+    return x.by_rows(repeated)
 
 
 def _pack(x: Any, *, layout: str) -> Any:

@@ -41,25 +41,32 @@ def has_codes(element: str) -> Callable[[DType], bool]:
 class Codes:
     """A weight as bytes of codes and its scales.
 
-    Shapes: codes u8 [*lead, bytes of a row], scales [*format.scale_shape(shape)].
+    Shapes: codes u8 [*lead, bytes of a row], scales [*format.scale_shape(shape)], row_scales
+    [*lead, 1].
     """
 
     format: Block
     codes: torch.Tensor
     scales: torch.Tensor
     shape: tuple[int, ...]
+    row_scales: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Codes":
         """The same weight on another device."""
-        codes = self.codes.to(device, non_blocking=non_blocking)
-        return replace(self, codes=codes, scales=self.scales.to(device, non_blocking=non_blocking))
+
+        def moved(t: torch.Tensor) -> torch.Tensor:
+            return t.to(device, non_blocking=non_blocking)
+
+        row_scales = None if self.row_scales is None else moved(self.row_scales)
+        codes, scales = moved(self.codes), moved(self.scales)
+        return replace(self, codes=codes, scales=scales, row_scales=row_scales)
 
     def part(self, index: int) -> "Codes":
         """One of a stack of matrices: [E, N, K] -> [N, K]."""
         # Scales of leading dims are one each, as the dims themselves.
-        return replace(
-            self, codes=self.codes[index], scales=self.scales[index], shape=self.shape[1:]
-        )
+        row_scales = None if self.row_scales is None else self.row_scales[index]
+        codes, scales = self.codes[index], self.scales[index]
+        return Codes(self.format, codes, scales, self.shape[1:], row_scales)
 
     def spans(self, numbers: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows of a matrix that hold about so many numbers, each of whole blocks."""
@@ -82,11 +89,12 @@ class Codes:
             at = torch.arange(start, stop, device=scales.device)
             scales = scales[(at // high - first) if high else torch.zeros_like(at)]
         if wide == 0 or wide >= width:
-            return values.mul_(scales[:, :1])
-        if width % wide:
-            return values.mul_(scales.repeat_interleave(wide, 1)[:, :width])
-        values.view(stop - start, -1, wide).mul_(scales[:, :, None])
-        return values
+            values.mul_(scales[:, :1])
+        elif width % wide:
+            values.mul_(scales.repeat_interleave(wide, 1)[:, :width])
+        else:
+            values.view(stop - start, -1, wide).mul_(scales[:, :, None])
+        return values if self.row_scales is None else values.mul_(self.row_scales[start:stop])
 
 
 @cache
@@ -131,12 +139,13 @@ def _pack(weight: Weight) -> Codes:
     plain = plain_weight(weight)
     if not isinstance(plain, BlockTensors) or not is_codes_format(plain.format):
         raise PlanError(f"layout {NAME} takes e4m3 and e2m1 formats without offsets only")
+    sides = (plain.scales, plain.shape, plain.row_scales)
     if plain.format.element != F4E2M1:
-        return Codes(plain.format, plain.codes.view(torch.uint8), plain.scales, plain.shape)
+        return Codes(plain.format, plain.codes.view(torch.uint8), *sides)
     odd = plain.shape[-1] % 2
     codes = torch.nn.functional.pad(plain.codes, (0, odd)) if odd else plain.codes
     packed = codes[..., ::2] | codes[..., 1::2] << 4
-    return Codes(plain.format, packed.contiguous(), plain.scales, plain.shape)
+    return Codes(plain.format, packed.contiguous(), *sides)
 
 
 def _unpack(packed: Codes, type_: TensorType) -> BlockArray:
@@ -145,7 +154,11 @@ def _unpack(packed: Codes, type_: TensorType) -> BlockArray:
         halves = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
         codes = halves[..., : packed.shape[-1]].contiguous()
     array = codes.numpy().view(packed.format.element.numpy).reshape(packed.shape)
-    return BlockArray(packed.format, array, to_numpy(packed.scales, packed.format.scale))
+    row_scales = None
+    if packed.row_scales is not None and packed.format.row is not None:
+        row_scales = to_numpy(packed.row_scales, packed.format.row)
+    scales = to_numpy(packed.scales, packed.format.scale)
+    return BlockArray(packed.format, array, scales, None, row_scales)
 
 
 def _num_bytes(type_: TensorType) -> int:
@@ -155,7 +168,8 @@ def _num_bytes(type_: TensorType) -> int:
     *lead, width = shape
     row = -(-width * format_.element.bits // 8)
     scales = format_.scale_shape(shape)
-    return int(np.prod(lead)) * row + int(np.prod(scales)) * format_.scale.bits // 8
+    rows = int(np.prod(lead)) * (row + (format_.row.bits // 8 if format_.row else 0))
+    return rows + int(np.prod(scales)) * format_.scale.bits // 8
 
 
 def _typed(type_: TensorType) -> Codes:
@@ -167,7 +181,11 @@ def _typed(type_: TensorType) -> Codes:
     codes = torch.empty(*shape[:-1], row, dtype=torch.uint8, device="meta")
     scale = torch_dtype(format_.scale)
     scales = torch.empty(format_.scale_shape(shape), dtype=scale, device="meta")
-    return Codes(format_, codes, scales, shape)
+    row_scales = None
+    if format_.row is not None:
+        row_type = torch_dtype(format_.row)
+        row_scales = torch.empty(*shape[:-1], 1, dtype=row_type, device="meta")
+    return Codes(format_, codes, scales, shape, row_scales)
 
 
 CODES_LAYOUT = Layout(NAME, _pack, _unpack, _num_bytes, _typed)

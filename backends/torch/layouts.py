@@ -51,7 +51,8 @@ def _plain_bytes(type_: TensorType) -> int:
         return stored(dtype, shape)
     blocks = dtype.scale_shape(shape)
     offsets = stored(dtype.offset, blocks) if dtype.offset else 0
-    return stored(dtype.element, shape) + stored(dtype.scale, blocks) + offsets
+    rows = stored(dtype.row, shape[:-1]) if dtype.row else 0
+    return stored(dtype.element, shape) + stored(dtype.scale, blocks) + offsets + rows
 
 
 def _unpack_plain(packed: PlainWeight, type_: TensorType) -> Weight:
@@ -209,6 +210,7 @@ def is_int4_group(dtype: DType) -> bool:
     """Whether a format can be packed in groups of 4-bit codes."""
     return (
         isinstance(dtype, Block)
+        and dtype.row is None
         and len(dtype.block) == 1
         and dtype.block[0] in INT4_GROUPS
         and (dtype.element.name, dtype.offset is None) in (("i4", True), ("u4", False))

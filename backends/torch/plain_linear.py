@@ -25,9 +25,9 @@ def _linear(call: TorchCall) -> None:
 def _quantize(call: TorchCall) -> None:
     x, out = dense_values(call.inputs[0]).float(), call.outputs[0]
     assert isinstance(out, BlockTensors)
-    if out.format.offset is not None:
+    if not out.format.is_single:
         raise Unsupported(
-            f"activations of {out.format}", advice="they are held without offsets: codes and scales"
+            f"activations of {out.format}", advice="they are held as codes and one scale each"
         )
     if takes(out.format, x.shape[-1]):
         codes, scales = quantize(x, out.format)

@@ -24,7 +24,7 @@ def takes(format: Block, width: int) -> bool:
         len(format.block) == 1
         and format.element in (F8E4M3, F4E2M1)
         and format.scale in (F32, F8E8M0)
-        and format.offset is None
+        and format.is_single
         and width % (format.block[0] or width) == 0
     )
 

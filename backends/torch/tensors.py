@@ -97,13 +97,14 @@ class BlockTensors:
     """A block-quantized weight in plain order, or activations: what "" makes of a BlockArray.
 
     Shapes: codes [*shape] (a byte each; f4e2m1 as its code 0..15), scales and offsets
-    [*format.scale_shape(shape)].
+    [*format.scale_shape(shape)], row_scales [*shape[:-1], 1].
     """
 
     format: Block
     codes: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,7 +119,7 @@ class BlockTensors:
     @property
     def num_bytes(self) -> int:
         """Resident bytes."""
-        parts = (self.codes, self.scales, self.offsets)
+        parts = (self.codes, self.scales, self.offsets, self.row_scales)
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "BlockTensors":
@@ -127,20 +128,24 @@ class BlockTensors:
         def moved(t: torch.Tensor | None) -> torch.Tensor | None:
             return None if t is None else t.to(device, non_blocking=non_blocking)
 
-        offsets = moved(self.offsets)
+        offsets, row_scales = moved(self.offsets), moved(self.row_scales)
         codes = self.codes.to(device, non_blocking=non_blocking)
         scales = self.scales.to(device, non_blocking=non_blocking)
-        return BlockTensors(self.format, codes, scales, offsets)
+        return BlockTensors(self.format, codes, scales, offsets, row_scales)
 
     def dequantize(self) -> torch.Tensor:
         """The float32 values, computed as `ir.dtypes.BlockArray.dequantize` does."""
         values = self._code_values() * self._spread(self.scales.float())
+        if self.row_scales is not None:
+            values = values * self.row_scales.float()
         return values if self.offsets is None else values + self._spread(self.offsets.float())
 
     def part(self, index: int) -> "BlockTensors":
         """One of the tensors that are stacked along dim 0; blocks lie within each."""
-        offsets = None if self.offsets is None else self.offsets[index]
-        return BlockTensors(self.format, self.codes[index], self.scales[index], offsets)
+        sides = (self.offsets, self.row_scales)
+        offsets, row_scales = (None if t is None else t[index] for t in sides)
+        codes, scales = self.codes[index], self.scales[index]
+        return BlockTensors(self.format, codes, scales, offsets, row_scales)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Float32 values of some rows of a matrix [V, D].
@@ -153,15 +158,21 @@ class BlockTensors:
         at = torch.zeros_like(index) if height == 0 else index // height
         row_format = replace(self.format, block=(width,))
         offsets = None if self.offsets is None else self.offsets[at]
-        return BlockTensors(row_format, self.codes[index], self.scales[at], offsets).dequantize()
+        row_scales = None if self.row_scales is None else self.row_scales[index]
+        found = BlockTensors(row_format, self.codes[index], self.scales[at], offsets, row_scales)
+        return found.dequantize()
 
     def to_blocks(self) -> BlockArray:
         """The BlockArray that this was made from."""
         offsets = None
         if self.offsets is not None and self.format.offset is not None:
             offsets = to_numpy(self.offsets, self.format.offset)
+        row_scales = None
+        if self.row_scales is not None and self.format.row is not None:
+            row_scales = to_numpy(self.row_scales, self.format.row)
         codes = to_numpy(self.codes, self.format.element)
-        return BlockArray(self.format, codes, to_numpy(self.scales, self.format.scale), offsets)
+        scales = to_numpy(self.scales, self.format.scale)
+        return BlockArray(self.format, codes, scales, offsets, row_scales)
 
     def _code_values(self) -> torch.Tensor:
         if self.format.element.name != "f4e2m1":
@@ -185,7 +196,7 @@ def block_view(raw: torch.Tensor, format: Block, shape: tuple[int, ...]) -> Bloc
     Shapes: raw u8, at least as many as `ir.arena` keeps for the type.
     Raises: Unsupported for codes of less than a byte, and for offsets.
     """
-    if format.element.bits != 8 or format.offset is not None:
+    if format.element.bits != 8 or format.offset is not None or format.row is not None:
         raise Unsupported(
             f"activations of {format}", advice="codes of a byte each, without offsets, are held"
         )
@@ -204,8 +215,10 @@ def plain_weight(weight: np.ndarray[Any, np.dtype[Any]] | BlockArray) -> PlainWe
     """A weight in plain order, as operands without a layout are given to kernels."""
     if not isinstance(weight, BlockArray):
         return to_torch(weight)
-    offsets = None if weight.offsets is None else to_torch(weight.offsets)
-    return BlockTensors(weight.format, to_torch(weight.codes), to_torch(weight.scales), offsets)
+    sides = (weight.offsets, weight.row_scales)
+    offsets, row_scales = (None if a is None else to_torch(a) for a in sides)
+    codes, scales = to_torch(weight.codes), to_torch(weight.scales)
+    return BlockTensors(weight.format, codes, scales, offsets, row_scales)
 
 
 def dense_values(weight: PlainWeight) -> torch.Tensor:

@@ -109,6 +109,8 @@ def _tensor(type_: TensorType, env: Mapping[str, int]) -> Any:
         return torch.empty(sizes, dtype=dtype, device=_META)
 
     offsets = None if format_.offset is None else empty(scales, torch_dtype(format_.offset))
-    return BlockTensors(
-        format_, empty(shape, element), empty(scales, torch_dtype(format_.scale)), offsets
-    )
+    row_scales = None
+    if format_.row is not None:
+        row_scales = empty((*shape[:-1], 1), torch_dtype(format_.row))
+    codes, of_blocks = empty(shape, element), empty(scales, torch_dtype(format_.scale))
+    return BlockTensors(format_, codes, of_blocks, offsets, row_scales)

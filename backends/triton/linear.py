@@ -22,6 +22,7 @@ from metainfer.ir.graph import Op
 
 ALONE = 0.5  # of a processor's rate that a program reaches with nobody beside it
 _WGMMA_ROWS = 64
+_LEAST_BLOCK = 16  # numbers of a row: a matrix instruction takes so many
 BAND = 8  # tiles of rows that neighbouring programs share columns over
 
 
@@ -199,7 +200,7 @@ def is_rounded(x: DType) -> bool:
         isinstance(x, Block)
         and x.element == F8E4M3
         and x.scale == F32
-        and x.offset is None
+        and x.is_single
         and len(x.block) == 1
     )
 
@@ -220,7 +221,7 @@ def _codes_hold(weight: DType, x: DType, tile: Tile) -> bool:
     if not isinstance(weight, Block) or weight.offset is not None:
         return False
     high, wide = weight.extents(2)
-    if weight.element == F8E4M3 and (wide == 0 or wide % tile.inner == 0):
+    if weight.element == F8E4M3 and weight.row is None and (wide == 0 or wide % tile.inner == 0):
         return True
     narrow = weight.scale.name in ("f8e8m0", "f8e4m3")
     return (
@@ -231,9 +232,24 @@ def _codes_hold(weight: DType, x: DType, tile: Tile) -> bool:
     )
 
 
+def _blocks_hold(weight: DType, x: DType, tile: Tile) -> bool:
+    """Blocks of some rows that are narrower than a step: 32 x 32."""
+    if not isinstance(weight, Block) or weight.element != F8E4M3 or not weight.is_single:
+        return False
+    high, wide = weight.extents(2)
+    narrow = wide > 0 and wide % _LEAST_BLOCK == 0 and wide < tile.inner
+    return high > 1 and narrow and tile.inner % wide == 0
+
+
+def _blocks_parts(weight: Codes) -> tuple[str, tuple[torch.Tensor, ...], Any]:
+    high, wide = weight.format.extents(2)
+    codes = weight.codes.view(torch.float8_e4m3fn)
+    return "group_step", (codes, _bytes(weight.scales)), ("bytes", wide, high, "")
+
+
 def _rounded_hold(weight: DType, x: DType, tile: Tile) -> bool:
     """Each step lies under one scale on either side: codes are multiplied as they are."""
-    if not isinstance(weight, Block) or weight.offset is not None or weight.element != F8E4M3:
+    if not isinstance(weight, Block) or not weight.is_single or weight.element != F8E4M3:
         return False
     group = x.block[0] if isinstance(x, Block) else 0
     return weight.extents(2)[1] % tile.inner == 0 and group % tile.inner == 0
@@ -248,11 +264,14 @@ def _codes_parts(weight: Codes) -> tuple[str, tuple[torch.Tensor, ...], Any]:
     high, wide = weight.format.extents(2)
     scales = _bytes(weight.scales)
     if weight.format.element != F8E4M3:
-        return "group_step", (weight.codes, scales), ("f4e2m1", wide, False)
+        pointers: tuple[torch.Tensor, ...] = (weight.codes, scales)
+        if weight.row_scales is None:
+            return "group_step", pointers, ("f4e2m1", wide, 1, "")
+        return "group_step", (*pointers, weight.row_scales), ("f4e2m1", wide, 1, "rows")
     codes = weight.codes.view(torch.float8_e4m3fn)
     if wide == 0 or wide >= 64:
         return "fp8_step", (codes, scales), (high, wide)
-    return "group_step", (codes, scales), ("bytes", wide, False)
+    return "group_step", (codes, scales), ("bytes", wide, 1, "")
 
 
 def _groups_hold(*elements: str) -> Callable[[DType, DType, Tile], bool]:
@@ -260,9 +279,10 @@ def _groups_hold(*elements: str) -> Callable[[DType, DType, Tile], bool]:
         return (
             isinstance(weight, Block)
             and weight.element.name in elements
+            and weight.row is None
             and len(weight.block) == 1
             and weight.block[0] > 1
-            and tile.inner % weight.block[0] == 0
+            and 0 in (tile.inner % weight.block[0], weight.block[0] % tile.inner)
         )
 
     return holds
@@ -273,16 +293,16 @@ def _nibble_parts(weight: Nibbles) -> tuple[str, tuple[torch.Tensor, ...], Any]:
     pointers: tuple[torch.Tensor, ...] = (weight.codes, _bytes(weight.scales))
     if weight.offsets is not None:
         pointers = (*pointers, weight.offsets)
-    return "group_step", pointers, (
-        format_.element.name, format_.block[0], weight.offsets is not None
-    )  # fmt: skip
+    beside = "" if weight.offsets is None else "offsets"
+    return "group_step", pointers, (format_.element.name, format_.block[0], 1, beside)
 
 
 def _byte_parts(weight: BlockTensors) -> tuple[str, tuple[torch.Tensor, ...], Any]:
     pointers: tuple[torch.Tensor, ...] = (weight.codes, _bytes(weight.scales))
     if weight.offsets is not None:
         pointers = (*pointers, weight.offsets)
-    return "group_step", pointers, ("bytes", weight.format.block[0], weight.offsets is not None)
+    beside = "" if weight.offsets is None else "offsets"
+    return "group_step", pointers, ("bytes", weight.format.block[0], 1, beside)
 
 
 STORAGES: Mapping[str, Storage] = {
@@ -290,6 +310,9 @@ STORAGES: Mapping[str, Storage] = {
     for s in (
         Storage("plain", "of the activations' type", "", lambda w, x, _: w == x, _plain_parts),
         Storage("codes", "fp8 or fp4 codes", "torch.codes", _codes_hold, _codes_parts),
+        Storage(
+            "blocks", "fp8 codes in small blocks", "torch.codes", _blocks_hold, _blocks_parts
+        ),
         Storage(
             "fp8", "fp8 codes, of activations that are", "torch.codes", _rounded_hold,
             _rounded_parts, is_rounded=True,
@@ -320,7 +343,7 @@ TILES: Mapping[str, tuple[Tile, ...]] = {
         Tile("half", 64, 64, 64, 4, 4),
     ),
     **dict.fromkeys(
-        ("codes", "int4", "int8"),
+        ("codes", "blocks", "int4", "int8"),
         (
             Tile("m16", 16, 32, 128, 4, 3),
             Tile("m64", 64, 64, 64, 4, 3),

@@ -50,6 +50,7 @@ def takes(dtype: object) -> bool:
     return (
         isinstance(dtype, Block)
         and dtype.element.name in ("u4", "i4")
+        and dtype.row is None
         and len(dtype.block) == 1
         and dtype.block[0] > 1
     )

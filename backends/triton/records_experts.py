@@ -152,7 +152,7 @@ def alike(first: int, second: int) -> Constraint:
 
 
 def _is_e4m3(found: DType) -> bool:
-    return isinstance(found, Block) and found.element is F8E4M3 and found.offset is None
+    return isinstance(found, Block) and found.element is F8E4M3 and found.is_single
 
 
 def _is_mxfp4(found: DType) -> bool:

@@ -30,7 +30,7 @@ BF16_STEP = 2.0**-8
 # Hopper's units keep 13 bits behind the point of the sums of 128 products of codes.
 F8_SUMS = 2.0**-13
 HERE: tuple[Constraint, ...] = (device_kind("gpu"), feature("triton"), feature("bf16_mma"))
-_ERRORS = {"int4": BF16_STEP, "int8": BF16_STEP, "fp8": F8_SUMS}
+_ERRORS = {"int4": BF16_STEP, "int8": BF16_STEP, "blocks": BF16_STEP, "fp8": F8_SUMS}
 SIZE = 1024  # of the product that is compiled to see whether a tile fits a card
 # The op, and what rules put behind it.
 KINDS = ("linear", "linear_add", "linear_relu", "linear_gelu", "linear_silu")
@@ -157,7 +157,7 @@ def _record(
         requires=(*HERE, *units, linear.stored_as(storage, tile), *is_weight, dense(0, 1), *body),
         layouts=packings,
         efficiency=efficiency,
-        # Codes of floats are exact in 16 bits; integers are scaled and rounded to them. Halves that
+        # Codes of floats are exact in 16 bits; others are scaled and rounded to them. Halves that
         # are multiplied add up what they are off by, and what the rounding of either turns it into.
         error=(2 * halves - 1) * _ERRORS.get(storage.name, 0.0),
         effort=tile.effort(efficiency.compute, halves),

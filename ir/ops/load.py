@@ -109,15 +109,7 @@ def concat_rows(*xs: Array | BlockArray) -> Array | BlockArray:
     blocks = [x for x in xs if isinstance(x, BlockArray)]
     if not blocks:
         return np.concatenate(cast(tuple[Array, ...], xs), axis=0)
-    offsets = None
-    if blocks[0].offsets is not None:
-        offsets = np.concatenate([cast(Array, b.offsets) for b in blocks])
-    return BlockArray(
-        blocks[0].format,
-        np.concatenate([b.codes for b in blocks]),
-        np.concatenate([b.scales for b in blocks]),
-        offsets,
-    )
+    return BlockArray.joined(blocks, np.concatenate)
 
 
 def _infer_taken(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
@@ -141,8 +133,7 @@ def take_rows(x: Array | BlockArray, index: Array) -> Array | BlockArray:
     """
     if not isinstance(x, BlockArray):
         return x[index]
-    offsets = None if x.offsets is None else x.offsets[index]
-    return BlockArray(x.format, x.codes[index], x.scales[index], offsets)
+    return x.by_rows(lambda a: a[index])
 
 
 def _infer_unpermute(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
@@ -170,8 +161,7 @@ def unpermute_rope(x: Array | BlockArray, *, heads: int) -> Array | BlockArray:
 
     if not isinstance(x, BlockArray):
         return rows(x)
-    offsets = None if x.offsets is None else rows(x.offsets)
-    return BlockArray(x.format, rows(x.codes), rows(x.scales), offsets)
+    return x.by_rows(rows)
 
 
 def _infer_repeat(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
@@ -201,8 +191,7 @@ def repeat_rows(x: Array | BlockArray, *, groups: int, times: int) -> Array | Bl
 
     if not isinstance(x, BlockArray):
         return repeated(x)
-    offsets = None if x.offsets is None else repeated(x.offsets)
-    return BlockArray(x.format, repeated(x.codes), repeated(x.scales), offsets)
+    return x.by_rows(repeated)
 
 
 def _infer_pack(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:

@@ -157,8 +157,7 @@ def quantize(types: Sequence[Type], attrs: Attrs) -> str:
     """A dim that one scale spans must be whole."""
     rank = tensor_of(types[0]).rank
     format_ = cast(Block, parse_dtype(str(attrs["format"])))
-    lead = rank - len(format_.block)
-    names = _names(rank, [lead + i for i, extent in enumerate(format_.block) if extent == 0])
+    names = _names(rank, format_.whole_dims(rank))
     return _rule([names], names)
 
 

@@ -9,6 +9,10 @@ a shape leaves it open, and whether a missing scale is a fault::
     w_blocks U8 [...,G,16]     w_scales U8 [...,G]               MXFP4            gpt-oss
     w.weight U8 [N,K/2]        w.weight_scale U8 [N,K/32]        MXFP4
     w.weight_packed U8         w.weight_scale                    MXFP4            compressed-tensors
+    w.weight U8 [N,K/2]        w.weight_scale F8_E4M3 [N,K/16]   NVFP4            modelopt
+                               * w.weight_scale_2 F32 []
+    w.weight_packed U8         w.weight_scale F8_E4M3 [N,K/16]   NVFP4            compressed-tensors
+                               / w.weight_global_scale F32 [1]
 
 Two codes of a byte: the first in the low half. Static scales of activations (``input_scale``)
 belong to the weight and are left out: activations are rounded by their own values, or not at all.
@@ -21,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from metainfer.ir.dtypes import F8E4M3, F8E8M0, I8, MXFP4, U8, Block, Scalar
+from metainfer.ir.dtypes import F8E4M3, F8E8M0, F32, I8, MXFP4, NVFP4, U8, Block, Scalar
 from metainfer.ir.errors import CheckpointError
 from metainfer.runtime.checkpoint.interface import AGAIN, TensorInfo
 
@@ -29,7 +33,9 @@ _GPT_OSS_BYTES = 16
 _GROUP = 32
 _FP8_SCALES = ("{name}_scale_inv", "{name}_scale", "{stem}.scale")
 _MXFP4_SCALES = ("{stem}.weight_scale", "{stem}.scale")
-_STATIC = ("{stem}.input_scale", "{name}_input_scale")
+_STATIC = ("{stem}.input_scale", "{name}_input_scale", "{stem}.input_global_scale")
+# Second scales of NVFP4: one multiplies, the other divides.
+_FACTOR, _DIVISOR = "{stem}.weight_scale_2", "{stem}.weight_global_scale"
 # Extents that published checkpoints use, in the order in which a shape is tried by them.
 _BLOCKS = ((128, 128), (128,), (64, 64), (32, 32), (64,), (32,))
 _SCALED_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4")
@@ -60,6 +66,8 @@ class ScaledWeight:
         scales: name of the tensor of scales.
         unused: names of tensors that belong to it and that nothing reads.
         is_packed: whether a byte holds two codes.
+        second: name of the tensor of second scales, "" without.
+        divides: whether those divide.
     """
 
     name: str
@@ -69,6 +77,8 @@ class ScaledWeight:
     scales: str
     unused: tuple[str, ...] = ()
     is_packed: bool = False
+    second: str = ""
+    divides: bool = False
 
 
 def read_settings(folder: Path) -> Settings:
@@ -106,7 +116,11 @@ def scaled_weights(
     found: list[ScaledWeight] = []
     lonely: list[TensorInfo] = []
     for info in tensors.values():
-        weight = _mxfp4_blocks(info, tensors, origin) or _mxfp4_packed(info, tensors, origin)
+        weight = (
+            _mxfp4_blocks(info, tensors, origin)
+            or _nvfp4(info, tensors, origin)
+            or _mxfp4_packed(info, tensors, origin)
+        )
         if weight is None and info.dtype is F8E4M3 and len(info.shape) >= 2:
             weight = _fp8(info, tensors, settings, origin)
             if weight is None:
@@ -114,6 +128,8 @@ def scaled_weights(
         if weight is not None:
             found.append(weight)
     has_fp8 = any(w.format.element is F8E4M3 for w in found)
+    scales = {w.scales for w in found}
+    lonely = [info for info in lonely if info.name not in scales]
     if lonely and (has_fp8 or settings.method in _SCALED_METHODS):
         raise _missing(lonely[0].name, _named(_FP8_SCALES, lonely[0].name), origin)
     return tuple(found)
@@ -170,8 +186,7 @@ def _scale_type(scales: TensorInfo, origin: str) -> Scalar:
     raise CheckpointError(
         f"scales {scales.name!r} are {scales.dtype}, wanted floats or 8-bit exponents",
         origin=origin,
-        advice="formats with two levels of scales (NVFP4) are not read: take the checkpoint in "
-        "FP8, MXFP4 or bf16",
+        advice="take the checkpoint in FP8, MXFP4, NVFP4 or bf16",
     )
 
 
@@ -237,6 +252,35 @@ def _mxfp4_packed(
     return _mxfp4(name, shape, info, scales, _unused(info.name, tensors), origin)
 
 
+def _nvfp4(info: TensorInfo, tensors: Mapping[str, TensorInfo], origin: str) -> ScaledWeight | None:
+    """Bytes of two codes, scales of e4m3 for 16 codes, and one more for the tensor."""
+    if info.dtype not in (U8, I8) or len(info.shape) < 2:
+        return None
+    (name,) = _named(("{stem}.weight_scale",), info.name)
+    scales = tensors.get(name)
+    if scales is None or scales.dtype is not F8E4M3:
+        return None
+    factor, divisor = _named((_FACTOR, _DIVISOR), info.name)
+    second = tensors.get(factor) or tensors.get(divisor)
+    if second is None:
+        raise _missing(info.name, (factor, divisor), origin)
+    shape, group = (*info.shape[:-1], info.shape[-1] * 2), NVFP4.block[0]
+    fits = shape[-1] % group == 0 and scales.shape == (*shape[:-1], shape[-1] // group)
+    if not fits or second.dtype is not F32 or second.shape not in ((), (1,)):
+        raise CheckpointError(
+            f"scales {scales.name!r} of shape {list(scales.shape)} and {second.name!r} of "
+            f"{second.dtype}{list(second.shape)} do not fit the codes {info.name!r}: "
+            f"{list(shape)} numbers in groups of {group}",
+            origin=origin,
+            advice=AGAIN,
+        )
+    return ScaledWeight(
+        info.name.removesuffix("_packed"), shape, NVFP4, info.name, scales.name,
+        _unused(info.name, tensors), is_packed=True, second=second.name,
+        divides=second.name == divisor,
+    )  # fmt: skip
+
+
 def _mxfp4(
     name: str,
     shape: tuple[int, ...],
@@ -249,7 +293,7 @@ def _mxfp4(
         raise CheckpointError(
             f"scales {scales.name!r} of 4-bit codes are {scales.dtype}, wanted 8-bit exponents",
             origin=origin,
-            advice="of 4-bit checkpoints only MXFP4 is read: take FP8 or bf16",
+            advice="of 4-bit checkpoints MXFP4 and NVFP4 are read: take one of these, FP8 or bf16",
         )
     if shape[-1] % _GROUP or scales.shape != (*shape[:-1], shape[-1] // _GROUP):
         raise CheckpointError(

@@ -37,7 +37,7 @@ class ScaledCheckpoint:
         self._base = base
         self._origin = origin
         self._weights = {w.name: w for w in weights}
-        parts = {n for w in weights for n in (w.codes, w.scales, *w.unused)}
+        parts = {n for w in weights for n in (w.codes, w.scales, w.second, *w.unused)}
         self._tensors = {n: t for n, t in base.tensors.items() if n not in parts}
         for weight in weights:
             if weight.name in self._tensors:
@@ -113,7 +113,18 @@ class ScaledCheckpoint:
         if extent:
             scales = scales[(*lead, slice(start // extent, -(-stop // extent)))]
         scales = scales.view(weight.format.scale.numpy)
-        return BlockArray(weight.format, codes.view(weight.format.element.numpy), scales)
+        values = codes.view(weight.format.element.numpy)
+        return BlockArray(
+            weight.format, values, scales, None, self._row_scales(weight, values.shape[:-1])
+        )
+
+    def _row_scales(self, weight: ScaledWeight, rows: tuple[int, ...]) -> np.ndarray | None:
+        """The second scale of a tensor, for each of its rows."""
+        if not weight.second:
+            return None
+        found = _raw(self._base.read(weight.second)).astype(np.float64).reshape(())
+        scale = np.float32(1 / found if weight.divides else found)
+        return np.full((*rows, 1), scale, np.float32)
 
 
 def _raw(array: np.ndarray | BlockArray) -> np.ndarray:

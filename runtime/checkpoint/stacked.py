@@ -162,11 +162,4 @@ def stack(parts: Sequence[Array | BlockArray]) -> Array | BlockArray:
     blocks = [p for p in parts if isinstance(p, BlockArray)]
     if not blocks:
         return np.stack([np.asarray(p) for p in parts])
-    first = blocks[0]
-    offsets = None
-    if first.offsets is not None:
-        offsets = np.stack([b.offsets for b in blocks if b.offsets is not None])
-    return BlockArray(
-        first.format, np.stack([b.codes for b in blocks]), np.stack([b.scales for b in blocks]),
-        offsets,
-    )  # fmt: skip
+    return BlockArray.joined(blocks, np.stack)

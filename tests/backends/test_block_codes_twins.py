@@ -7,7 +7,7 @@ import pytest
 
 from metainfer.backends.jax.load import LOAD
 from metainfer.backends.torch.tensors import plain_weight
-from metainfer.ir.dtypes import MXFP4, Block, BlockArray, parse_dtype
+from metainfer.ir.dtypes import MXFP4, NVFP4, Block, BlockArray, parse_dtype
 
 
 def fp8(text: str, scale: float) -> BlockArray:
@@ -24,6 +24,12 @@ def mxfp4() -> BlockArray:
     return BlockArray(MXFP4, codes, scales)
 
 
+def nvfp4() -> BlockArray:
+    codes = np.tile(np.arange(16, dtype=np.uint8), (256, 1)).view(ml_dtypes.float4_e2m1fn)
+    scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)[:, None]
+    return BlockArray(NVFP4, codes, scales, None, np.linspace(0.1, 2, 256, dtype="f4")[:, None])
+
+
 ARRAYS = {
     "tensor": fp8("f8e4m3/tensor:f32", 1.7),
     "row": fp8("f8e4m3/row:f32", 0.3),
@@ -31,6 +37,7 @@ ARRAYS = {
     "group_ue8m0": fp8("f8e4m3/128:f8e8m0", 2.0**-126),
     "least_ue8m0": fp8("f8e4m3/128:f8e8m0", 2.0**-127),
     "mxfp4": mxfp4(),
+    "nvfp4": nvfp4(),
 }
 
 

@@ -119,7 +119,7 @@ def test_integers_divided_by_zero_are_zero() -> None:
 
 
 @pytest.mark.parametrize("format", ["i8/32:f16", "i4/32:f16", "u4/32:f16+f16", "i8/row:f32",
-                                    "f4e2m1/32:f8e8m0", "f4e2m1/16:f8e4m3", "f8e4m3/4x4:f32",
+                                    "f4e2m1/32:f8e8m0", "f4e2m1/16:f8e4m3*f32", "f8e4m3/4x4:f32",
                                     "i8/32:f8e4m3"])  # fmt: skip
 @pytest.mark.parametrize("scale", [1e-6, 0.02, 1.0, 300.0])
 def test_block_formats_agree(format: str, scale: float) -> None:

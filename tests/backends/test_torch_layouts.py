@@ -25,12 +25,14 @@ from metainfer.ir.types import tensor
 
 ROW = ("i8/row:f32", "i8/row:f16", "i8/row:bf16")
 GROUPS = ("i4/32:f16", "i4/64:f32", "u4/32:f16+f16", "u4/128:f32+f32", "i4/256:bf16")
-BLOCKS = ("i8/32:f16", "u4/32:f16+f16", "f4e2m1/32:f8e8m0", "f8e4m3/16x16:f32", "i4/32:bf16")
+NVFP4 = "f4e2m1/16:f8e4m3*f32"
+BLOCKS = (NVFP4, "i8/32:f16", "u4/32:f16+f16", "f4e2m1/32:f8e8m0", "f8e4m3/16x16:f32", "i4/32:bf16")
 PLAIN = ("f32", "bf16", "f16", "f8e4m3", "i8", *BLOCKS, *ROW)
 FP8 = ("f8e4m3/row:f32", "f8e4m3/row:f8e8m0", "f8e4m3/tensor:f32")
 CODES = (
     "f4e2m1/32:f8e8m0",
     "f4e2m1/16:f8e4m3",
+    NVFP4,
     "f8e4m3/128x128:f32",
     "f8e4m3/16x8:bf16",
     "f8e4m3/32:f8e8m0",
@@ -51,7 +53,8 @@ def assert_same(a: Weight, b: Weight) -> None:
     if isinstance(a, BlockArray):
         assert isinstance(b, BlockArray)
         assert a.format == b.format
-        parts = [(a.codes, b.codes), (a.scales, b.scales), (a.offsets, b.offsets)]
+        sides = [(a.offsets, b.offsets), (a.row_scales, b.row_scales)]
+        parts = [(a.codes, b.codes), (a.scales, b.scales), *sides]
     else:
         assert isinstance(b, np.ndarray)
         parts = [(a, b)]
@@ -74,7 +77,8 @@ def resident(packed: Any) -> int:
         return packed.num_bytes
     held: list[torch.Tensor | None]
     if isinstance(packed, Codes):
-        return resident(packed.codes) + resident(packed.scales)
+        rows = 0 if packed.row_scales is None else resident(packed.row_scales)
+        return resident(packed.codes) + resident(packed.scales) + rows
     if isinstance(packed, RowScaled):
         held = [packed.codes, packed.scales, packed.stored_scales]
     else:

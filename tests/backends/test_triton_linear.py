@@ -26,9 +26,15 @@ STORED = {
     "f8e4m3/32:f8e8m0": "codes",
     "f4e2m1/32:f8e8m0": "codes",
     "f4e2m1/16:f8e4m3": "codes",
+    "f4e2m1/16:f8e4m3*f32": "codes",
+    "f8e4m3/32x32:f32": "blocks",
+    "f8e4m3/32x32:f8e8m0": "blocks",
     "u4/32:f16+f16": "int4",
+    "u4/128:f16+f16": "int4",
     "i4/32:f16": "int4",
+    "i4/128:f16": "int4",
     "i8/32:f16": "int8",
+    "u8/128:f16+f16": "int8",
 }
 TILES = ("m16", "m64", "m128")
 # tokens, columns, inner: aligned, odd, one.
@@ -52,7 +58,9 @@ def test_storages(format_: str, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("format_", ["bf16", "f8e4m3/128x128:f32", "f4e2m1/32:f8e8m0", "i4/32:f16"])
+@pytest.mark.parametrize(
+    "format_", ["bf16", "f8e4m3/128x128:f32", "f4e2m1/16:f8e4m3*f32", "u4/128:f16+f16"]
+)
 def test_tiles(format_: str, tile: str) -> None:
     op, data = linear(format_, (130, 70, 190))
     name = f"triton.linear_{STORED[format_]}_{tile}"
@@ -92,8 +100,8 @@ def test_bias_of_a_single_linear() -> None:
     check_interpreted("triton.linear_plain_m64", op, [random(t, {}) for t in types])
 
 
-COMPILED = [("bf16", "m16"), ("f8e4m3/128x128:f32", "m64"), ("f4e2m1/32:f8e8m0", "m128"),
-            ("u4/32:f16+f16", "m16"), ("i8/32:f16", "m64")]  # fmt: skip
+COMPILED = [("bf16", "m16"), ("f8e4m3/32x32:f32", "m64"), ("f4e2m1/16:f8e4m3*f32", "m128"),
+            ("u4/128:f16+f16", "m64"), ("i8/32:f16", "m64")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("format_", "tile"), COMPILED)
@@ -152,8 +160,7 @@ def test_refusals() -> None:
     assert found == "wanted operand 1 is fp8 or fp4 codes, found f8e4m3/32:f32"
     op, _ = linear("bf16", (4, 8, 64), "f32")
     assert "activations of f32" in refused("triton.linear_plain_m16", op)[0]
-    wide, _ = linear("i4/128:f16", (4, 8, 128))
-    assert refused("triton.linear_int4_m16", wide) == []
+    wide, _ = linear("i4/96:f16", (4, 8, 192))
     assert refused("triton.linear_int4_m64", wide) != []
 
 

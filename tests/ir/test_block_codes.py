@@ -1,4 +1,4 @@
-"""Every code of the fp8 and MXFP4 formats, against the formats' own definitions."""
+"""Every code of the fp8, MXFP4 and NVFP4 formats, against the formats' own definitions."""
 
 import math
 
@@ -11,12 +11,14 @@ from hypothesis.extra import numpy as hnp
 
 from metainfer.ir.dtypes import (
     FP8_BLOCK,
+    FP8_BLOCK_32,
     FP8_BLOCK_UE8M0,
     FP8_GROUP,
     FP8_GROUP_UE8M0,
     FP8_ROW,
     FP8_TENSOR,
     MXFP4,
+    NVFP4,
     Block,
     BlockArray,
     parse_dtype,
@@ -28,6 +30,7 @@ FP8 = {
     "f8e4m3/tensor:f32": FP8_TENSOR,
     "f8e4m3/row:f32": FP8_ROW,
     "f8e4m3/128x128:f32": FP8_BLOCK,
+    "f8e4m3/32x32:f32": FP8_BLOCK_32,
     "f8e4m3/128:f32": FP8_GROUP,
     "f8e4m3/128x128:f8e8m0": FP8_BLOCK_UE8M0,
     "f8e4m3/128:f8e8m0": FP8_GROUP_UE8M0,
@@ -110,6 +113,42 @@ def test_all_mxfp4_codes_by_all_scales() -> None:
     assert same(BlockArray(MXFP4, codes, scales).dequantize(), wanted)
 
 
+def test_all_nvfp4_codes_by_all_scales() -> None:
+    """The product with a group's scale is exact in 16 bits; that with the row's is rounded once."""
+    codes = np.tile(np.arange(16, dtype=np.uint8), (256, 1)).view(ml_dtypes.float4_e2m1fn)
+    scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)[:, None]
+    exact = np.outer([e4m3(c) for c in range(256)], [e2m1(c) for c in range(16)])
+    for narrow in (np.float16, ml_dtypes.bfloat16):
+        assert same(exact.astype(narrow).astype(np.float32), exact)
+    rows = np.linspace(1e-3, 2, 256, dtype=np.float32)[:, None]
+    found = BlockArray(NVFP4, codes, scales, None, rows).dequantize()
+    assert same(found, (exact * rows.astype(np.float64)))
+    assert NVFP4.size_bytes((3, 32)) == 3 * (16 + 2 + 4)
+
+
+def test_nvfp4_rounds_each_row_by_its_own_scale() -> None:
+    x = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
+    x[1] *= 2.0**20
+    x[2] = 0
+    made = quantize(x, NVFP4)
+    assert made.row_scales is not None
+    reached = made.scales.astype(np.float32).max(axis=1)
+    assert reached.tolist() == [448, 448, 0]
+    assert np.array_equal(made.dequantize()[2], x[2])
+    alone = quantize(x[:1], NVFP4)
+    assert np.array_equal(made.dequantize()[:1], alone.dequantize())
+    # Each number within half a step of the largest code of its group, and the scale's own rounding.
+    most = np.abs(x).reshape(3, 4, 16).max(axis=-1).repeat(16, axis=1)
+    assert np.all(np.abs(made.dequantize() - x) <= most / 6 * (1 + 1 / 16))
+
+
+def test_second_scales_are_those_of_groups_in_rows() -> None:
+    assert parse_dtype("f4e2m1/16:f8e4m3*f32") == NVFP4
+    for text in ("f8e4m3/row:f32*f32", "f4e2m1/4x4:f32*f32", "u4/32:f16+f16*f32"):
+        with pytest.raises(TypeMismatch, match="scales of rows beside those of blocks"):
+            parse_dtype(text)
+
+
 @pytest.mark.parametrize("element", ["f8e4m3", "f4e2m1"])
 def test_codes_are_the_nearest_with_ties_to_even(element: str) -> None:
     """At scale 1, every midpoint of two codes and its neighbours."""
@@ -173,7 +212,7 @@ def test_what_was_rounded_stays(x: np.ndarray, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["f8e4m3/4x8:f32", "f8e4m3/row:f32", "f8e4m3/tensor:f32",
-                                  "u4/8:f16+f16"])  # fmt: skip
+                                  "u4/8:f16+f16", "f4e2m1/8:f8e4m3*f32"])  # fmt: skip
 def test_parts_between_blocks(text: str) -> None:
     format = parse_dtype(text)
     assert isinstance(format, Block)

@@ -51,7 +51,7 @@ def random_weights(module: Module, seed: int = 0) -> dict[str, np.ndarray | Bloc
         (mlp, "f8e4m3/16x16:f32", 96, 4, "f8e4m3/8x16:f32"),
         (mlp, "f4e2m1/32:f8e8m0", 96, 2, "f4e2m1/16:f8e8m0"),
         (experts, "f8e4m3/16x16:f32", 96, 4, "f8e4m3/8x8:f32"),
-        (experts, "f4e2m1/32:f8e8m0", 96, 2, "f4e2m1/16:f8e8m0"),
+        (experts, "f4e2m1/16:f8e4m3*f32", 48, 2, "f4e2m1/8:f8e4m3*f32"),
         (experts, "f8e4m3/tensor:f32", 96, 4, "f8e4m3/tensor:f32"),
         (mlp, "f8e4m3/16x16:f32", 128, 4, "f8e4m3/16x16:f32"),
     ],

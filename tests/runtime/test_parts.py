@@ -107,6 +107,7 @@ def shard(axis: str, dim: int, type_: str, parts: int = 0) -> tuple[str, str]:
 ORDER = np.array([5, 0, 3, 5, 1, 7, 5, 2], np.int32)
 B = "f8e4m3/4x4:f32"
 ROW = "f8e4m3/row:f32"
+N4 = "f4e2m1/4:f8e4m3*f32"
 # name -> (held, steps, kept, the part that rank (dp 1, tp 1) reads)
 CASES: dict[str, tuple[str, list[tuple[str, str]], dict[int, tuple[int, int]]]] = {
     "one axis": ("f32[8,8]", [shard("tp", 0, "f32[4,8]")], {0: (4, 8)}),
@@ -128,6 +129,10 @@ CASES: dict[str, tuple[str, list[tuple[str, str]], dict[int, tuple[int, int]]]] 
     ),
     "rows whose scale spans the dim": (
         "f32[8,8]", [(f'quantize format = "{ROW}"', f"{ROW}[8,8]"), shard("tp", 1, f"{ROW}[8,4]")],
+        {1: (0, 8)},
+    ),
+    "scales of rows beside those of groups": (
+        "f32[8,8]", [(f'quantize format = "{N4}"', f"{N4}[8,8]"), shard("tp", 1, f"{N4}[8,4]")],
         {1: (0, 8)},
     ),
     "rows of rows": (

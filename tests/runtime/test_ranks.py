@@ -48,7 +48,7 @@ CHOSEN: list[Case] = [
     ("qwen3_moe", {"tp": 2, "ep": 2}, {"weights": "fp8", **PLAIN}),
     ("qwen3_moe", {"dp": 2, "ep": 2}, {"micro_batches": 2}),
     ("qwen3_moe", {"tp": 4, "ep": 4}, SKEWED),
-    ("qwen3_moe", {"dp": 2, "tp": 2, "ep": 4}, {"weights": "mxfp4", **PLAIN}),
+    ("qwen3_moe", {"dp": 2, "tp": 2, "ep": 4}, {"weights": "nvfp4", **PLAIN}),
     ("qwen3_moe", {"pp": 2, "dp": 2, "tp": 2, "ep": 2}, {"weights": "fp8"}),
     ("qwen2_moe", {"dp": 2, "ep": 2}, {"micro_batches": 2}),
 ]
@@ -67,10 +67,13 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_FORMATS = ("f32", "fp8", "mxfp4", "nvfp4")
+
+
 def all_cases() -> list[Case]:
     found: list[Case] = []
     for kind, layouts in LAYOUTS.items():
-        for layout, weights, more in product(layouts, ("f32", "fp8", "mxfp4"), ({}, PLAIN, SKEWED)):
+        for layout, weights, more in product(layouts, _FORMATS, ({}, PLAIN, SKEWED)):
             # A placement needs experts that are spread.
             if more is not SKEWED or layout.get("ep", 1) > 1:
                 found.append((kind, layout, {"weights": weights, **more}))

@@ -77,11 +77,16 @@ def group_step(
 ):
     """Codes in groups along K, each with a scale and maybe an offset.
 
-    FORMAT = (kind, group, has offsets); kind: "bytes" for codes of one; "u4", "i4" or "f4e2m1" lie
-    two in a byte, the even one in the low half.
+    FORMAT = (kind, group, high, beside); kind: "bytes" for codes of one; "u4", "i4" or "f4e2m1" lie
+    two in a byte, the even one in the low half; high: rows that share scales; beside: "offsets" of
+    groups, scales of "rows", or "" for nothing. Scales of rows multiply float32 sums: narrow codes
+    by narrow scales are exact in 16 bits.
     """
     BN: tl.constexpr = n_N.shape[0]
     GROUP: tl.constexpr = FORMAT[1]
+    # Groups of a step, and what of each lies in it: a group may hold several steps.
+    COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
+    SPAN: tl.constexpr = BK // COUNT
     groups = tl.cdiv(inner, GROUP)
     row_N = n_N[:, None].to(tl.int64)
     inside = n_N[:, None] < columns
@@ -99,10 +104,16 @@ def group_step(
             value_NK = ((codes.to(tl.int32) ^ 8) - 8).to(tl.float32)
         else:
             value_NK = codes.to(tl.float32)
-    g_G = first // GROUP + tl.arange(0, BK // GROUP)[None, :]
+    g_G = first // GROUP + tl.arange(0, COUNT)[None, :]
     scale_mask = inside & (g_G < groups)
-    place = row_N * groups + g_G
-    value_NK = value_NK * spread(load_scale(weight[1] + place, scale_mask), BN, BK, GROUP)
-    if FORMAT[2]:
-        value_NK += spread(load_scale(weight[2] + place, scale_mask), BN, BK, GROUP)
-    return tl.dot(x_MK, tl.trans(value_NK.to(x_MK.dtype)), acc)
+    high_N = row_N // FORMAT[2] if FORMAT[2] > 1 else row_N
+    place = high_N * groups + g_G
+    value_NK = value_NK * spread(load_scale(weight[1] + place, scale_mask), BN, BK, SPAN)
+    if FORMAT[3] == "offsets":
+        value_NK += spread(load_scale(weight[2] + place, scale_mask), BN, BK, SPAN)
+    made = tl.trans(value_NK.to(x_MK.dtype))
+    if FORMAT[3] == "rows":
+        acc += tl.dot(x_MK, made) * load_float(weight[2] + n_N, n_N < columns)[None, :]
+    else:
+        acc = tl.dot(x_MK, made, acc)
+    return acc
