@@ -30,6 +30,7 @@ from metainfer.compiler.job import Job, Progress, Stage
 from metainfer.compiler.layouts import choose_layout
 from metainfer.compiler.overrides import check_applied, check_overrides
 from metainfer.compiler.sources import known_name, resolve_model
+from metainfer.compiler.tuning.choose import with_measured, with_tuned
 from metainfer.hardware.load import load_machine
 from metainfer.hardware.machine import Machine
 from metainfer.ir.dtypes import DType, parse_dtype
@@ -204,6 +205,7 @@ def _open(spec: ModelSpec) -> tuple[Checkpoint | None, str]:
 def _compile(given: Job, instance: nn.Module | None, begun: float) -> Plan:
     spec = given.spec
     timings: dict[str, float] = {"start": time.perf_counter() - begun}
+    given, tuned_groups = with_measured(given)
     strategies = _strategies(given)
     given.progress(f"capturing {spec.name}")
     start = time.perf_counter()
@@ -227,7 +229,8 @@ def _compile(given: Job, instance: nn.Module | None, begun: float) -> Plan:
     capacities = _capacities(given, stages)
     stages = [_with_room(s, c) for s, c in zip(stages, capacities, strict=True)]
     timings["total"] = time.perf_counter() - begun
-    return assemble(given, captured, layout, stages, capacities, timings)
+    plan = assemble(given, captured, layout, stages, capacities, timings)
+    return with_tuned(plan, given.measured, tuned_groups, given.backends)
 
 
 def _layout(given: Job, module: Module, strategies: Mapping[str, Strategy]) -> Layout:
@@ -462,6 +465,7 @@ def _run_phase(
             strategy.mesh,
             strategy.first_rank,
             given.options.compress_collectives,
+            given.measured,
         ),
         report,
         given.routing,

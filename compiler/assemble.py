@@ -59,7 +59,9 @@ def _stage_meta(given: Job, stage: Stage, files: Mapping[str, str]) -> dict[str,
             "file": files[phase],
             "strategy": _plain(stage.strategies[phase].to_dict()),
             "decisions": [_plain(asdict(d)) for d in stage.decisions[phase]],
-            "predicted": predict(module, machine, backends, stage.strategies[phase]),
+            "predicted": predict(
+                module, machine, backends, stage.strategies[phase], given.measured
+            ),
         }
         for phase, module in stage.modules.items()
     }

@@ -1,5 +1,6 @@
-"""The cost model: one roofline per group, from the machine file.
+"""The cost model: one roofline per group, from the machine file, or what was measured.
 
+Where a group was measured (`compiler.tuning`) its time is the measured one; else
 time = max(bytes / memory rate, operations / arithmetic rate) + launches, with the fractions of the
 rates that the kernel's record states. Where the device's description has no rate for the arithmetic
 of a kernel, that of another type stands in, and the basis of the figure says which.
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from metainfer.backends.kernel import Cost, Kernel
 from metainfer.backends.layout import LayoutRegistry
+from metainfer.compiler.tuning.measured import NOTHING, Measured
 from metainfer.hardware.collective_cost import Price, cheapest, price_of
 from metainfer.hardware.device import Device
 from metainfer.hardware.machine import Machine
@@ -32,6 +34,7 @@ class CostModel:
         mesh: axes over the ranks of one stage.
         first_rank: where they begin among the machine's ranks.
         compression: what sums may be sent as (`ir.options.Options.compress_collectives`).
+        measured: times of groups that were measured on such a device; they go before the model's.
     """
 
     layouts: LayoutRegistry
@@ -39,6 +42,7 @@ class CostModel:
     mesh: Mesh = field(default_factory=Mesh)
     first_rank: int = 0
     compression: str = "none"
+    measured: Measured = NOTHING
 
     def kernel(
         self, kernel: Kernel, op: Op, device: Device, env: Mapping[str, int], waste: float = 0.0
@@ -55,6 +59,18 @@ class CostModel:
         meeting = meeting_of(op)
         if meeting is not None:
             return self._meeting(kernel, op, meeting, device, env)
+        return self.measured.adjusted(
+            kernel, op, env, lambda sizes: self._analytic(kernel, op, device, sizes, waste)
+        )
+
+    def failure(self, kernel: Kernel, op: Op) -> str:
+        """Why a kernel could not be measured for a group on such a device; "" if it could."""
+        return self.measured.failure(kernel, op)
+
+    def _analytic(
+        self, kernel: Kernel, op: Op, device: Device, env: Mapping[str, int], waste: float
+    ) -> Cost:
+        """One roofline by the kernel's fractions of the device's rates."""
         flops, compulsory = work_of(op, env)
         compulsory += self._widening(kernel, op)
         moved = compulsory * (1.0 + kernel.extra_bytes + waste)

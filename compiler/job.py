@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from metainfer.backends.registry import Backends
+from metainfer.compiler.tuning.measured import NOTHING, Measured
 from metainfer.hardware.device import Device
 from metainfer.hardware.machine import Machine
 from metainfer.ir.graph import Module
@@ -34,6 +35,7 @@ class Job:
     constants: dict[str, Array]  # tensors that passes make
     routing: RoutingHistogram | None = None
     interpreted: bool = False  # whether every pass is checked by interpreting before and after
+    measured: Measured = NOTHING  # times of groups on such a device
 
     @property
     def device(self) -> Device:

@@ -7,6 +7,7 @@ from typing import Any
 from metainfer.backends.kernel import Cost, Query
 from metainfer.backends.registry import Backends
 from metainfer.compiler.cost import CostModel
+from metainfer.compiler.tuning.measured import NOTHING, Measured
 from metainfer.hardware.machine import Machine
 from metainfer.hardware.sharing import sharing_of
 from metainfer.ir.flatten import FlatOp, flatten
@@ -30,8 +31,9 @@ def phase_sizes(module: Module, strategy: Strategy, tokens: int) -> dict[str, in
 
 
 def predict(
-    module: Module, machine: Machine, backends: Backends, strategy: Strategy
-) -> list[dict[str, Any]]:
+    module: Module, machine: Machine, backends: Backends, strategy: Strategy,
+    measured: Measured = NOTHING,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Predicted step times at the smallest and largest step of the phase.
 
     Units: seconds; bytes and operations are sums over the step.
@@ -40,7 +42,7 @@ def predict(
     rows = []
     for tokens in sorted({1, high}):
         env = phase_sizes(module, strategy, tokens)
-        rows.append(predict_step(module, machine, backends, env, strategy.first_rank))
+        rows.append(predict_step(module, machine, backends, env, strategy.first_rank, measured))
     return rows
 
 
@@ -63,11 +65,11 @@ class GroupCost:
 
 def group_costs(
     module: Module, machine: Machine, backends: Backends, env: Mapping[str, int],
-    first_rank: int = 0,
+    first_rank: int = 0, measured: Measured = NOTHING,
 ) -> list[GroupCost]:  # fmt: skip
     """Predicted cost of every group of a step, in order; views and empty parts cost nothing."""
     device = machine.device(first_rank)
-    model = CostModel(backends.layouts, machine, module.mesh, first_rank)
+    model = CostModel(backends.layouts, machine, module.mesh, first_rank, measured=measured)
     limits = module.limits()
     cache: dict[Any, tuple[Cost, float]] = {}
     found: list[GroupCost] = []
@@ -118,7 +120,7 @@ def step_timeline(
 
 def predict_step(
     module: Module, machine: Machine, backends: Backends, env: Mapping[str, int],
-    first_rank: int = 0,
+    first_rank: int = 0, measured: Measured = NOTHING,
 ) -> dict[str, Any]:  # fmt: skip
     """Sums over the groups of a step at concrete sizes. Units: seconds, bytes, operations.
 
@@ -126,7 +128,7 @@ def predict_step(
     groups; ``meeting_seconds`` is how long ranks exchange, ``hidden_seconds`` how much of it lies
     beside computation.
     """
-    groups = group_costs(module, machine, backends, env, first_rank)
+    groups = group_costs(module, machine, backends, env, first_rank, measured)
     timeline = step_timeline(module, machine, groups, env, first_rank)
     return {
         "sizes": dict(env),

@@ -6,6 +6,7 @@ from typing import Any
 
 from metainfer.backends.registry import installed
 from metainfer.compiler.predict import group_costs, phase_sizes, step_timeline
+from metainfer.compiler.tuning.choose import measured_of
 from metainfer.hardware.machine import Machine
 from metainfer.ir.flatten import flatten
 from metainfer.ir.plan import Plan
@@ -103,7 +104,7 @@ def predicted_trace(plan: Plan, phases: Sequence[str], stage: int = 0) -> Predic
             typical=tuple((name, size) for name, size in entry["typical"]),
         )  # fmt: skip
         env = phase_sizes(module, strategy, dict(module.limits()).get("T", (1, 1))[1])
-        groups = group_costs(module, machine, backends, env, strategy.first_rank)
+        groups = group_costs(module, machine, backends, env, strategy.first_rank, measured_of(plan))
         line = step_timeline(module, machine, groups, env, strategy.first_rank)
         known = {g.item.op.results[0].name: g for g in groups}
         places = {i.op.results[0].name: i for i in flatten(module).ops if i.op.results}

@@ -80,6 +80,10 @@ class HistogramError(MetainferError):
     """A routing histogram that is damaged, or of another model."""
 
 
+class TuningError(MetainferError):
+    """A file of measured times that is damaged, or a machine on which none can be made."""
+
+
 class PlanError(MetainferError):
     """A plan that is damaged, of another version, or made for another machine."""
 

@@ -45,6 +45,7 @@ class Options:
             lets the cost model choose, for steps that gain by it.
         compress_collectives: what sums over ranks may be sent as: "none" leaves numbers alone,
             "fp8" allows e4m3 codes with a scale for each 128 values (lossy).
+        tuned: file of measured times; "" for the one beside the machine's file, "none" for none.
         strict: whether a generic fallback is an error.
         pins: (group, kernel) choices forced by the user; a group is an op name or fused kind.
         forbids: kernels never to be chosen.
@@ -69,6 +70,7 @@ class Options:
     overlap: bool = True
     micro_batches: int = 0
     compress_collectives: str = "none"
+    tuned: str = ""
     strict: bool = False
     pins: tuple[tuple[str, str], ...] = ()
     forbids: tuple[str, ...] = ()

@@ -106,7 +106,8 @@ def _ban(kernel: Kernel, op: Op, target: Target) -> str:
         for policy in target.machine.stances(subject, name, phase):
             if policy.stance == "forbid":
                 return f"policy of the machine against {policy.name}: {policy.reason}"
-    return ""
+    failure = target.costs.failure(kernel, op)
+    return f"it failed when it was measured: {failure}" if failure else ""
 
 
 def cost_of(candidate: Candidate, query: Query, target: Target, env: Mapping[str, int]) -> Cost:

@@ -100,7 +100,7 @@ def _fused_or_split(
 ) -> list[Op]:
     strided = strided_of(graph)
     whole = _total(op, strided, target, limits)
-    inlined = _inline(op)
+    inlined = inline_group(op)
     inner = replace(graph, ops=tuple(inlined))
     inner_strided = strided_of(inner) | strided
     pinned = kind_of(op) in dict(target.options.pins)
@@ -170,7 +170,7 @@ def _cost_of_forced_split(
     return (whole[1], parts - whole[0]) if whole[0] < parts else None
 
 
-def _inline(op: Op) -> list[Op]:
+def inline_group(op: Op) -> list[Op]:
     """The body's ops in place of the group, their inner values renamed after its first result."""
     body = op.body
     assert body is not None

@@ -28,6 +28,10 @@ class CostModel(Protocol):
         """Predicted cost of a group by a kernel."""
         ...
 
+    def failure(self, kernel: Kernel, op: Op) -> str:
+        """Why a kernel could not be measured for a group, "" if it could or nobody tried."""
+        ...
+
     def roofline(
         self, op: Op, device: Device, env: Mapping[str, int], arithmetic: str = ""
     ) -> Cost:

@@ -69,9 +69,8 @@ def load(
     machine = Machine.from_dict(dict(found.meta["machine"]))
     check_fingerprints(dict(found.meta["kernel_sources"]))
     process = launched()
-    _check_gpus(machine, process.local_rank if process is not None else 0)
-    if not allow_machine_mismatch:
-        _check_machine(machine)
+    rank = process.local_rank if process is not None else 0
+    check_machine(machine, rank, allow_mismatch=allow_machine_mismatch)
     if process is None or process.world == 1:
         check_world(found.layout, 1)
         provider = _provider(found, weights, allow_checkpoint_mismatch)
@@ -91,6 +90,21 @@ def load(
         raise
 
 
+def check_machine(planned: Machine, local_rank: int = 0, *, allow_mismatch: bool = False) -> None:
+    """Require the machine that a plan counts on.
+
+    Args:
+        planned: the plan's.
+        local_rank: of this process on its host.
+        allow_mismatch: whether all but the GPU itself may lack what the plan counts on.
+
+    Raises: PlanError naming what is missing.
+    """
+    _check_gpus(planned, local_rank)
+    if not allow_mismatch:
+        _check_differences(planned)
+
+
 def _check_gpus(planned: Machine, local_rank: int) -> None:
     """Require the GPU of this rank: no permission makes up for it."""
     if planned.device(0).kind != "gpu":
@@ -108,7 +122,7 @@ def _check_gpus(planned: Machine, local_rank: int) -> None:
         )
 
 
-def _check_machine(planned: Machine) -> None:
+def _check_differences(planned: Machine) -> None:
     kind = planned.device(0).kind
     here = detect_machine(kind, planned.num_devices if kind == "cpu" else None)
     differences = matches(planned, here)

@@ -1,12 +1,13 @@
-"""Time on a GPU: captured graphs over rotating data, medians of CUDA events; measured ceilings."""
+"""Time on a GPU: lines of reports, shares of kernels, measured ceilings."""
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-REPLAYS = 20
+from metainfer.runtime.timing import captured_us, events_ms
+
+__all__ = ["Ceilings", "Row", "Share", "announce", "captured_us", "ceilings", "events_ms", "shares"]
 _COPY_BYTES = 2 << 30
 _GEMM = 8192
 
@@ -47,44 +48,6 @@ class Row:
             f"{self.case:34s} {self.what:34s} {self.us:9.1f} us  {rates}  "
             f"roofline {bound:8.1f} us  {100 * bound / self.us:5.1f}%"
         )
-
-
-def captured_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of one call, all captured one after the other in one graph.
-
-    Give calls on different data, more than the cache holds, so that each finds it cold.
-    """
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times) / len(calls)
-
-
-def events_ms(run: Callable[[], object], repeats: int = REPLAYS) -> float:
-    """Median milliseconds by CUDA events."""
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from metainfer.cli.explain import explain
 from metainfer.cli.opt import opt
 from metainfer.cli.record import record
 from metainfer.cli.run import run
+from metainfer.cli.tune import tune
 from metainfer.cli.verify import verify
 
 _HW_HELP = "Descriptions of machines: list, show, check, write."
@@ -92,6 +93,7 @@ app.command("compile")(compile_model)
 app.command("run")(run)
 app.command("record")(record)
 app.command("bench")(bench)
+app.command("tune")(tune)
 app.command("explain")(explain)
 app.command("diff")(diff)
 app.command("verify")(verify)

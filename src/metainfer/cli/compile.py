@@ -75,6 +75,10 @@ def compile_model(
         str,
         typer.Option(metavar="FORMAT", help="of sums between ranks: none, fp8 (changes numbers)"),
     ] = "none",
+    tuned: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="measured times (`tune`); none: not those beside HW"),
+    ] = "",
     strict: Annotated[
         bool, typer.Option("--strict", help="refuse generic kernels: exit code 3 if one is needed")
     ] = False,
@@ -99,7 +103,7 @@ def compile_model(
         max_sequences=max_sequences, max_context=max_context, page_size=page_size,
         memory_fraction=memory_fraction, tp=tp, dp=dp, pp=pp, ep=ep, routing=routing,
         replicas=replicas, overlap=overlap, micro_batches=micro_batches,
-        compress_collectives=compress_collectives, strict=strict,
+        compress_collectives=compress_collectives, tuned=tuned, strict=strict,
         pins=read_pins(pin), forbids=tuple(forbid or ()), skip_passes=tuple(skip_pass or ()),
     )  # fmt: skip
     machine = load_machine(hw)

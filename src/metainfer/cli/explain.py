@@ -55,6 +55,7 @@ def explain(
     typer.echo(f"plan {explanation.plan_hash}: {found.meta['model']['name']}{_stage(found, stage)}")
     if not group:
         _print_notes(explanation.notes)
+        _print_tuned(found)
         for schedule in explanation.schedules:
             _print_schedule(schedule)
     for name in dict.fromkeys(g.phase for g in explanation.groups):
@@ -91,6 +92,24 @@ def _print_notes(notes: "tuple[Note, ...]") -> None:
         where = f" ({', '.join(note.phases)})"
         print_wrapped(f"{note.place}: {named}{rest} -> {note.chosen}{mark}{where}", indent=2)
         print_wrapped(f"because {note.reason}", indent=6)
+
+
+def _print_tuned(plan: "Plan") -> None:
+    """What of the tuned file this plan does not use, and what of this plan nobody measured."""
+    tuned = plan.meta.get("tuned")
+    if not tuned:
+        return
+    typer.echo(f"\ntuned: {len(tuned['groups'])} groups by the times of {tuned['source']}")
+    parts = (
+        ("no call of this plan is", tuned["unhit"]),
+        ("not measured:", [f"{kernel} in {phase}: {text}" for phase, kernel, text in
+                           tuned["uncovered"]]),
+    )  # fmt: skip
+    for what, texts in parts:
+        for text in texts[:_SUBJECTS]:
+            print_wrapped(f"{what} {text}", indent=2)
+        if len(texts) > _SUBJECTS:
+            typer.echo(f"  {what} {len(texts) - _SUBJECTS} more")
 
 
 def _print_schedule(schedule: "ScheduleReport") -> None:

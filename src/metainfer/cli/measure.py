@@ -12,6 +12,7 @@ import torch
 from metainfer.backends.registry import installed
 from metainfer.cli.tracing import TracingRunner, trace_call
 from metainfer.compiler.predict import predict_step
+from metainfer.compiler.tuning.choose import measured_of
 from metainfer.ir.dtypes import Scalar
 from metainfer.ir.errors import CapacityError, MetainferError
 from metainfer.runtime.engine import Engine
@@ -182,7 +183,7 @@ def _predicted_stages(
     return [
         predict_step(
             model.plan.module(phase, stage), model.machine, installed(), shared,
-            stage * layout.stage_ranks,
+            stage * layout.stage_ranks, measured_of(model.plan),
         )
         for stage in range(layout.pp)
     ]  # fmt: skip

@@ -10,6 +10,7 @@ import typer
 
 from metainfer.backends.registry import installed
 from metainfer.compiler.predict import group_costs
+from metainfer.compiler.tuning.choose import measured_of
 from metainfer.ir.graph import Module
 from metainfer.ir.interpret import unify
 from metainfer.runtime.executor import Measured
@@ -80,7 +81,9 @@ def _events(
     module: Module = model.plan.module(phase)
     costs = {
         group.item.op.results[0].name: group.cost
-        for group in group_costs(module, model.machine, installed(), env)
+        for group in group_costs(
+            module, model.machine, installed(), env, measured=measured_of(model.plan)
+        )
     }
     events: list[TraceEvent] = []
     for one in measured:
