@@ -13,6 +13,7 @@ Times are microseconds of one call inside a captured graph (a GPU) or a bound pr
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,10 +159,10 @@ class _Reader:
                 here = (*place, kernel, size)
                 if not _SIZES.fullmatch(size):
                     raise self.wrong(here, "sizes such as T=16 are wanted", size)
-                is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
                 if isinstance(figure, str) and figure.startswith(FAILED):
                     continue
-                if not is_number or not 0 < figure < float("inf"):
+                is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
+                if not is_number or not 0 < float(figure) < math.inf:
                     raise self.wrong(here, "microseconds above 0 are wanted", figure)
 
 
