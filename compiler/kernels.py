@@ -5,8 +5,9 @@ makes; a kernel that is over its card's limits, or that wants one instruction an
 fault. `metainfer kernels check` prints them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from metainfer.backends.kernel import Kernel, Query
@@ -20,6 +21,10 @@ from metainfer.backends.triton.records_linear import (
     sample_gated,
     sample_product,
 )
+from metainfer.compiler.tuning.keys import device_key, key_of
+from metainfer.compiler.tuning.measured import parse_sizes
+from metainfer.compiler.tuning.tasks import met_in, targets_of
+from metainfer.compiler.tuning.tuned_file import Section
 from metainfer.hardware.device import Device
 from metainfer.hardware.machine import Machine
 from metainfer.ir.dtypes import BF16, FP8_BLOCK, FP8_GROUP, parse_dtype
@@ -27,6 +32,7 @@ from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Module, Op
 from metainfer.ir.plan import Plan
 from metainfer.ir.types import tensor
+from metainfer.passes.candidates import kind_of
 
 # Weights that the product template is compiled for, whatever the plans have.
 FORMATS = ("bf16", "f8e4m3/128x128:f32", "f4e2m1/32:f8e8m0", "u4/32:f16+f16", "i8/32:f16")
@@ -92,8 +98,7 @@ def _of_module(module: Module, phase: str, device: Device, backends: Backends) -
                 if choice.symbol:
                     env[choice.symbol] = choice.limit
                 for launch in launches_of(kernel, op, device, env, backends):
-                    group = str(op.attr.get("kind", op.name)) if op.body else op.name
-                    yield Planned(kernel.name, group, phase, size, launch)
+                    yield Planned(kernel.name, kind_of(op), phase, size, launch)
 
 
 def launches_of(
@@ -106,35 +111,72 @@ def launches_of(
     return tuple(kernel.binder.launches(call))
 
 
-def check_plan(plan: Plan) -> tuple[Checked, ...]:
-    """Compile a plan's Triton kernels for its card; equal code is shown once."""
+def tuned_launches(plan: Plan, sections: Sequence[Section]) -> Iterator[Planned]:
+    """Launches of the Triton kernels that were measured for a plan's groups, at those sizes.
+
+    A tuned file may turn any choice to one of these.
+    """
+    device, backends = Machine.from_dict(dict(plan.meta["machine"])).device(0), installed()
+    known = {kernel.name: kernel for kernel in backends.kernels.all()}
+    own = [s for s in sections if s.device == device_key(device)]
+    for target, module in targets_of(plan, backends):
+        highs = {name: high for name, (_, high) in module.limits().items()}
+        for met in met_in(module, target):
+            key = key_of(met.op)
+            figures = [p for s in own for p in s.groups.get(key.text, {}).items()]
+            for name, sizes in figures:
+                if name not in known or not isinstance(known[name].binder, TritonBinder):
+                    continue
+                times = [text for text, figure in sizes.items() if not isinstance(figure, str)]
+                for text in times:
+                    env = key.env(dict(parse_sizes(text)), highs)
+                    for launch in launches_of(known[name], met.op, device, env, backends):
+                        yield Planned(name, kind_of(met.op), target.strategy.phase, text, launch)
+
+
+def check_plan(plan: Plan, sections: Sequence[Section] = ()) -> tuple[Checked, ...]:
+    """Compile a plan's Triton kernels for its card; equal code is shown once.
+
+    Args:
+        plan: the plan.
+        sections: of tuned files: what was measured for the plan's groups is compiled, too.
+    """
     device = Machine.from_dict(dict(plan.meta["machine"])).device(0)
     found: dict[tuple[object, ...], Checked] = {}
-    for planned in planned_launches(plan):
+    for planned in chain(planned_launches(plan), tuned_launches(plan, sections)):
         checked = check_launch(planned, device)
         key = (planned.kernel, planned.launch.function.__name__, checked.resources, checked.faults)
         found.setdefault(key, checked)
     return tuple(found.values())
 
 
-def check_products(device: Device) -> tuple[Checked, ...]:
-    """Compile the product template for a card, for each format and tile that it has."""
+def check_products(device: Device, only: str = "") -> tuple[Checked, ...]:
+    """Compile the product template for a card, for each format and tile that it has.
+
+    Args:
+        device: the card.
+        only: name of the one kernel that is asked about; "" for all.
+    """
     found: list[Checked] = []
     for text in FORMATS:
         op = sample_product(BF16, tensor(parse_dtype(text), 1, 1))
-        found += _check_candidates("linear", op, f"linear of {text}", device)
+        found += _check_candidates("linear", op, f"linear of {text}", device, only)
     weight, title = tensor(FP8_BLOCK, 1, 1), "linear of fp8 by fp8"
-    found += _check_candidates("linear", sample_product(FP8_GROUP, weight), title, device)
+    found += _check_candidates("linear", sample_product(FP8_GROUP, weight), title, device, only)
     for rounded, kind in ((False, GATED_KIND), (True, ROUNDED_KIND)):
         op = sample_gated(FP8_GROUP, weight, rounded=rounded)
-        found += _check_candidates(kind, op, title, device)
+        found += _check_candidates(kind, op, title, device, only)
     return tuple(found)
 
 
-def _check_candidates(kind: str, op: Op, title: str, device: Device) -> Iterator[Checked]:
+def _check_candidates(
+    kind: str, op: Op, title: str, device: Device, only: str
+) -> Iterator[Checked]:
     backends, query = installed(), Query(op, device, {})
     for kernel in backends.kernels.candidates(kind):
-        if kernel.backend != "triton" or replace(kernel, fits=None).refusals(query):
+        if kernel.backend != "triton" or only not in ("", kernel.name):
+            continue
+        if replace(kernel, fits=None).refusals(query):
             continue
         for launch in launches_of(kernel, op, device, {}, backends):
             yield check_launch(Planned(kernel.name, title, "", "", launch), device)

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -39,11 +40,14 @@ _TYPES = {
     torch.float8_e5m2: "*fp8e5", torch.float8_e8m0fnu: "*u8",
 }  # fmt: skip
 _DIVISIBLE = [["tt.divisibility", 16]]
-# How instructions spell an operand type; those of sm_100 name what they multiply by its width.
+# How instructions spell an operand type; those of sm_100 name what they multiply by its width. The
+# scaled kinds come first: their instructions name the plain types, too.
 _SPELLED = {
+    "mxf8": ("kind::mxf8f6f4",), "mxf4": ("scale_vec::2X",), "nvf4": ("scale_vec::4X",),
     "bf16": ("bf16",), "f16": ("f16",), "f8e4m3": ("e4m3", "kind::f8f6f4"), "tf32": ("tf32",),
-    "i8": ("s8",),
+    "i8": ("s8", "kind::i8"),
 }  # fmt: skip
+_SCALED = frozenset({"mxf8", "mxf4", "nvf4"})  # multiply blocks with their scales
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,23 @@ def resources_of(launch: Launch, device: Device) -> Resources:
     signature, constants, attrs = _specialised(launch)
     digest = _digest(launch, device, signature, constants, attrs)
     path = cache_folder() / "resources" / f"{digest}.json"
-    found = _FOUND.get(digest) or _packaged().get(digest) or _read(path)
+    found, origin = _FOUND.get(digest), ""
     if found is None:
-        found = _compiled(launch, device, signature, constants, attrs)
+        found, origin = _packaged().get(digest), PACKAGED
+    if found is None:
+        found, origin = _read(path), KEPT
+    if found is None:
+        found, origin = _compiled(launch, device, signature, constants, attrs), COMPILED
         _keep(path, found)
     _FOUND[digest] = found
+    if origin:
+        _ORIGINS[origin] += 1
     return found
+
+
+def origins() -> dict[str, int]:
+    """How many figures this process took from the package, from disk, and from the compiler."""
+    return {name: _ORIGINS[name] for name in (PACKAGED, KEPT, COMPILED)}
 
 
 def faults_of(
@@ -103,14 +118,30 @@ def faults_of(
         )
     if spills and resources.spilled_bytes > MOST_SPILLED_BYTES:
         found.append(f"{resources.spilled_bytes:,} bytes of registers spilled")
-    if launch.matrix and not any(_takes(i, launch.matrix) for i in resources.matrix):
-        emitted = ", ".join(resources.matrix) or "none"
-        found.append(f"wanted a matrix instruction for {launch.matrix}, emitted {emitted}")
+    others = [i for i in resources.matrix if not _takes(i, launch.matrix)] if launch.matrix else []
+    if others or (launch.matrix and not resources.matrix):
+        got = " and ".join(dict.fromkeys(spoken(matrix_type(i)) for i in others)) or "none"
+        emitted = f" ({', '.join(others)})" if others else ""
+        found.append(f"wanted a matrix instruction for {spoken(launch.matrix)}, got {got}{emitted}")
     return found
 
 
 def _takes(instruction: str, operand: str) -> bool:
+    """Whether an instruction multiplies an operand type, scaled where that is what it means."""
+    is_scaled = "block_scale" in instruction or ".kind::mx" in instruction
+    if is_scaled != (operand in _SCALED):
+        return False
     return any(f".{name}" in instruction for name in _SPELLED.get(operand, (operand,)))
+
+
+def matrix_type(instruction: str) -> str:
+    """The operand type of a matrix instruction, as `Launch.matrix` names it; "" if unknown."""
+    return next((name for name in _SPELLED if _takes(instruction, name)), "")
+
+
+def spoken(matrix: str) -> str:
+    """Name an operand type of a matrix instruction: ``bf16``, ``block-scaled mxf8``."""
+    return f"block-scaled {matrix}" if matrix in _SCALED else (matrix or "another type")
 
 
 def target_of(device: Device) -> Any:
@@ -259,8 +290,10 @@ def cache_folder() -> Path:
     return Path(root) / "metainfer" / "triton"
 
 
-# What this process asked for so far, by digest.
+# What this process asked for so far, by digest; and where that came from.
 _FOUND: dict[str, Resources] = {}
+_ORIGINS: Counter[str] = Counter()
+PACKAGED, KEPT, COMPILED = "came with the package", "were on disk", "were compiled now"
 # Figures of the kernels of known models on known cards, so that a first plan needs no compiler.
 _PACKAGED = Path(__file__).with_name("compiled.json")
 

@@ -30,8 +30,8 @@ class Launch:
             functions.
         num_warps: warps of a program.
         num_stages: buffers of a pipelined loop.
-        matrix: operand type ("bf16", "f8e4m3") of the matrix instructions that the code must use;
-            "" if it uses none.
+        matrix: operand type ("bf16", "f8e4m3", or scaled blocks: "mxf8", "mxf4", "nvf4") of the
+            matrix instructions that the code must use, all of them; "" if it uses none.
     """
 
     function: Any

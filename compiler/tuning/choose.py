@@ -13,6 +13,7 @@ from metainfer.compiler.tuning.measured import ELSEWHERE, HERE, NOTHING, Measure
 from metainfer.compiler.tuning.tasks import met_in, targets_of
 from metainfer.compiler.tuning.tuned_file import Figures, Section, read_sections
 from metainfer.hardware.detect import detect_machine
+from metainfer.hardware.load import FOLDER
 from metainfer.hardware.machine import Machine
 from metainfer.ir.errors import HardwareError, TuningError
 from metainfer.ir.plan import Plan
@@ -137,6 +138,13 @@ def with_tuned(plan: Plan, measured: Measured, groups: Sequence[str], backends: 
         "uncovered": uncovered,
     }
     return replace(plan, meta={**plan.meta, "tuned": tuned})
+
+
+def sections_for(asked: str, plan: Plan) -> list[Section]:
+    """What is in the tuned file asked for, or beside the file of a known machine."""
+    machine = Machine.from_dict(dict(plan.meta["machine"]))
+    path = file_for(asked, replace(machine, path=str(FOLDER / f"{machine.name}.toml")))
+    return read_sections(path) if path is not None else []
 
 
 def measured_of(plan: Plan) -> Measured:

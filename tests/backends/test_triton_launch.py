@@ -113,8 +113,8 @@ def test_faults_name_what_is_over() -> None:
     assert faults_of(found, launch, card) == [
         "101,377 bytes of shared memory, 101,376 are there",
         "100 bytes of registers spilled",
-        "wanted a matrix instruction for f8e4m3, emitted "
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+        "wanted a matrix instruction for f8e4m3, got bf16 "
+        "(mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32)",
     ]
     assert len(faults_of(found, launch, card, spills=False)) == 2
 

@@ -17,7 +17,7 @@ from metainfer.cli.tune import tune
 from metainfer.cli.verify import verify
 
 _HW_HELP = "Descriptions of machines: list, show, check, write."
-_KERNELS_HELP = "Triton kernels: check those of plans against their cards, write their sources."
+_KERNELS_HELP = "Kernels: list, show; check those of plans against their cards, write sources."
 
 
 class _LazyHardware(TyperGroup):

@@ -1,4 +1,4 @@
-"""`metainfer kernels`: the Triton kernels of plans, held against their cards; their sources."""
+"""`metainfer kernels`: all kernels; the Triton ones of plans, held against their cards."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from metainfer.cli.errors import GuardedGroup
+from metainfer.cli.kernel_cards import list_kernels, show_kernel
 from metainfer.cli.options import PlanPath, check_plan_path
 from metainfer.cli.output import WIDTH, print_table, print_wrapped
 
@@ -13,18 +14,22 @@ if TYPE_CHECKING:
     from metainfer.compiler.kernels import Checked
 
 MACHINES = ("1xh200", "8xpcie", "8xpro6000", "8xl20")
-# What is checked without arguments: one model on every card, the sparse ones where they belong.
-PAIRS = (
-    *(("smollm2", machine) for machine in MACHINES),
-    ("qwen3_moe", "1xh200"),
-    ("qwen3_moe:235b", "8xpcie"),
-    ("qwen2_moe", "8xpcie"),
+_FP8 = {"weights": "fp8", "activations": "fp8"}
+_PLAIN: dict[str, str] = {}
+# What is checked without arguments: a dense and a sparse model on every card, codes by codes on one
+# of each kind, and the sparse ones of other shapes. Model, machine, options.
+PLANS = (
+    *(("smollm2", machine, _PLAIN) for machine in MACHINES),
+    *(("smollm2", machine, _FP8) for machine in ("1xh200", "8xpro6000")),
+    *(("qwen3_moe", machine, _PLAIN) for machine in ("1xh200", "8xpro6000", "8xl20")),
+    ("qwen3_moe:235b", "8xpcie", _PLAIN),
+    ("qwen2_moe", "8xpcie", _PLAIN),
 )
 _KERNEL_WIDTH = 44
 
 app = typer.Typer(
     cls=GuardedGroup,
-    help="Triton kernels: check those of plans against their cards, write their sources.",
+    help="Kernels: list and show them; check the Triton ones of plans, write their sources.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -41,30 +46,40 @@ def check(
     hw: Annotated[
         list[str] | None, typer.Option(help="without PLAN: machines; may be repeated")
     ] = None,
+    tuned: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="check what was measured for the plans' groups, too"),
+    ] = None,
     keep: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write all compiled figures to a file")
     ] = None,
 ) -> None:
     """Compile every Triton kernel of plans for its card, and hold it against the card's limits.
 
-    No GPU is needed. Figures are kept on disk by content. Exit code 1 if anything is wrong.
+    No GPU is needed. Figures are kept on disk by content. Exit code 1 if anything is wrong: too
+    much shared memory, spilled registers, or another matrix instruction than was wanted.
 
     Example: metainfer kernels check --model smollm2 --hw 8xpcie
     """
     import metainfer
-    from metainfer.backends.triton.cross import write_figures
+    from metainfer.backends.triton.cross import origins, write_figures
     from metainfer.compiler.kernels import Checked, check_plan, check_products
+    from metainfer.compiler.tuning.choose import sections_for
     from metainfer.hardware.load import load_machine
     from metainfer.ir.plan import Plan
 
     found: dict[str, tuple[Checked, ...]] = {}
+    asked = str(tuned or "")
     for path in plans or ():
-        found[path.name or str(path)] = check_plan(Plan.read(path))
-    pairs = [(name, machine) for machine in hw or MACHINES for name in model or ("smollm2",)]
-    for name, machine in () if plans else (pairs if model or hw else PAIRS):
+        plan = Plan.read(path)
+        found[path.name or str(path)] = check_plan(plan, sections_for(asked, plan))
+    pairs = [(n, machine, _PLAIN) for machine in hw or MACHINES for n in model or ("smollm2",)]
+    for name, machine, options in () if plans else (pairs if model or hw else PLANS):
         if f"products for {machine}" not in found:
             found[f"products for {machine}"] = check_products(load_machine(machine).device(0))
-        found[f"{name} for {machine}"] = check_plan(metainfer.compile(name, machine))
+        plan = metainfer.compile(name, machine, **options)
+        title = f"{name}{' in fp8' if options else ''} for {machine}"
+        found[title] = check_plan(plan, sections_for(asked, plan))
     for title, checked in found.items():
         _print(title, checked)
     if keep is not None:
@@ -73,6 +88,7 @@ def check(
     if faulty:
         typer.echo(f"{faulty} kernels are not right for their cards")
         raise typer.Exit(1)
+    typer.echo(f"figures: {', '.join(f'{count} {what}' for what, count in origins().items())}")
     typer.echo("every kernel fits its card")
 
 
@@ -114,6 +130,10 @@ def _matrix(checked: "Checked") -> str:
     shape = next((p for p in parts if p.startswith("m") and p[1:2].isdigit()), "")
     types = [p for p in parts if p in ("bf16", "f16", "e4m3", "tf32", "s8")]
     return " ".join(x for x in (parts[0], shape, types[0] if types else "") if x)
+
+
+app.command("list")(list_kernels)
+app.command("show")(show_kernel)
 
 
 @app.command("sources")
