@@ -52,3 +52,41 @@ def test_a_folder_that_is_no_plan(cli, tmp_path: Path) -> None:
     result = cli("kernels", "check", tmp_path)
     assert result.code == 2
     assert "plan" in result.err
+
+
+def test_kernels_are_listed_with_what_a_machine_lacks(cli) -> None:
+    result = cli("kernels", "list", "--op", "linear", "--hw", "8xpcie")
+    assert result.code == 0
+    assert max(map(len, result.out.splitlines())) <= 100
+    rows = {row.split()[0]: row for row in result.out.splitlines() if ".linear" in row}
+    assert " yes " in rows["triton.linear_plain_m16"]
+    assert " no: cpu " in rows["cpu.linear_w8"]
+    listed = json.loads(cli("kernels", "list", "--backend", "ranks", "--json").out)["kernels"]
+    assert {k["backend"] for k in listed} == {"ranks"}
+    wrong = cli("kernels", "list", "--op", "nothing")
+    assert wrong.code == 2
+    assert "backends: cpu, cuda, ranks, torch, triton" in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("triton.linear_plain_m16", ("requires feature bf16_mma", "def gemm(", "linear of bf16: ")),
+        ("triton.attention_split", ("page size is a power of two", "def attention_split(")),
+        ("triton.rms_norm", ("a stream of one read", "metainfer kernels sources PLAN")),
+        ("cuda.linear_fp8", ("repaired by pad N", "packed as cuda.fp8_cols", "def linear_fp8(")),
+        ("cpu.linear_w4a8", ("device is a cpu (this device does not)", "_linear(call, function")),
+        ("ranks.all_reduce_library", ("all_reduce by ranks",)),
+    ],
+)
+def test_a_kernel_is_shown(cli, name: str, said: tuple[str, ...]) -> None:
+    result = cli("kernels", "show", name, "--hw", "8xpcie")
+    assert result.code == 0
+    for text in said:
+        assert text in result.out, text
+
+
+def test_an_unknown_kernel_is_told_with_near_names(cli) -> None:
+    result = cli("kernels", "show", "triton.linear_plain_m17")
+    assert result.code == 2
+    assert "did you mean triton.linear_plain_m1" in result.err
