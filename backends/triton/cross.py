@@ -44,7 +44,8 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 # scaled kinds come first: their instructions name the plain types, too.
 _SPELLED = {
     "mxf8": ("kind::mxf8f6f4",), "mxf4": ("scale_vec::2X",), "nvf4": ("scale_vec::4X",),
-    "bf16": ("bf16",), "f16": ("f16",), "f8e4m3": ("e4m3", "kind::f8f6f4"), "tf32": ("tf32",),
+    "bf16": ("bf16", "kind::f16"), "f16": ("f16", "kind::f16"),
+    "f8e4m3": ("e4m3", "kind::f8f6f4"), "tf32": ("tf32", "kind::tf32"),
     "i8": ("s8", "kind::i8"),
 }  # fmt: skip
 _SCALED = frozenset({"mxf8", "mxf4", "nvf4"})  # multiply blocks with their scales

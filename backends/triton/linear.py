@@ -184,11 +184,13 @@ def stored_as(storage: Storage, tile: Tile) -> Constraint:
 def takes_rows(tile: Tile) -> Constraint:
     """The matrix units multiply fp8 codes by as few rows as a tile has.
 
-    Hopper's do by 64 and more; by fewer Triton widens codes to f16 and multiplies those.
+    Those of wgmma and tcgen05 do by 64 and more; by fewer Triton widens codes to f16 and multiplies
+    those.
     """
 
     def check(query: Query) -> str | None:
-        few = tile.rows < _WGMMA_ROWS and query.device.has("wgmma")
+        wide = query.device.has("wgmma") or query.device.has("tcgen05")
+        few = tile.rows < _WGMMA_ROWS and wide
         return f"{_WGMMA_ROWS} at least" if few else None
 
     return Constraint(f"matrix units that take {tile.rows} rows of fp8 codes", check)

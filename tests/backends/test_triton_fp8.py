@@ -186,14 +186,14 @@ def test_cards_without_units_are_refused() -> None:
 
 
 def test_instructions_that_name_their_operands_by_width_count() -> None:
-    """sm_100's fp8 instruction is kind::f8f6f4, f16's is kind::f16."""
+    """sm_100's fp8 instruction is kind::f8f6f4, that of f16 and bf16 is kind::f16."""
     card = CARDS["1xh200"]
     kernel, op = installed().kernels.get("triton.linear_fp8_m64"), product(GROUP, BLOCKS, 128, 128)
     (launch,) = launches_of(kernel, op, card, {"T": 64}, installed())
     name = "tcgen05.mma.cta_group::1.kind::"
     assert faults_of(Resources(0, 0, 0, (f"{name}f8f6f4",)), launch, card) == []
     (fault,) = faults_of(Resources(0, 0, 0, (f"{name}f16",)), launch, card)
-    assert fault == f"wanted a matrix instruction for f8e4m3, got f16 ({name}f16)"
+    assert fault == f"wanted a matrix instruction for f8e4m3, got bf16 ({name}f16)"
 
 
 @pytest.mark.parametrize(

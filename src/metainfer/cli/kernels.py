@@ -9,13 +9,13 @@ from metainfer.cli.errors import GuardedGroup
 from metainfer.cli.kernel_cards import list_kernels, show_kernel
 from metainfer.cli.options import PlanPath, check_plan_path
 from metainfer.cli.output import WIDTH, print_table, print_wrapped
+from metainfer.ir.options import Options
 
 if TYPE_CHECKING:
     from metainfer.compiler.kernels import Checked
 
 MACHINES = ("1xh200", "8xpcie", "8xpro6000", "8xl20")
-_FP8 = {"weights": "fp8", "activations": "fp8"}
-_PLAIN: dict[str, str] = {}
+_FP8, _PLAIN = Options(weights="fp8", activations="fp8"), Options()
 # What is checked without arguments: a dense and a sparse model on every card, codes by codes on one
 # of each kind, and the sparse ones of other shapes. Model, machine, options.
 PLANS = (
@@ -77,8 +77,8 @@ def check(
     for name, machine, options in () if plans else (pairs if model or hw else PLANS):
         if f"products for {machine}" not in found:
             found[f"products for {machine}"] = check_products(load_machine(machine).device(0))
-        plan = metainfer.compile(name, machine, **options)
-        title = f"{name}{' in fp8' if options else ''} for {machine}"
+        plan = metainfer.compile(name, machine, options=options)
+        title = f"{name}{' in fp8' if options == _FP8 else ''} for {machine}"
         found[title] = check_plan(plan, sections_for(asked, plan))
     for title, checked in found.items():
         _print(title, checked)
@@ -128,8 +128,9 @@ def _matrix(checked: "Checked") -> str:
         return ""
     parts = checked.resources.matrix[0].split(".")
     shape = next((p for p in parts if p.startswith("m") and p[1:2].isdigit()), "")
-    types = [p for p in parts if p in ("bf16", "f16", "e4m3", "tf32", "s8")]
-    return " ".join(x for x in (parts[0], shape, types[0] if types else "") if x)
+    from metainfer.backends.triton.cross import matrix_type
+
+    return " ".join(x for x in (parts[0], shape, matrix_type(checked.resources.matrix[0])) if x)
 
 
 app.command("list")(list_kernels)
