@@ -306,10 +306,9 @@ def _with_room(stage: Stage, capacity: Capacity) -> Stage:
 def _strategies(given: Job) -> dict[str, Strategy]:
     options = given.options
     activations = _activations(given)
-    kv = activations if options.kv == "auto" else options.kv
     base = Strategy(
         "call", activations=activations, fp8_activations=options.activations == "fp8",
-        weights=options.weights, kv=kv,
+        weights=options.weights, kv=options.kv_format(activations),
         exact=options.exact, max_tokens=options.max_tokens, max_sequences=options.max_sequences,
         max_context=_max_context(given), page_size=options.page_size,
     )  # fmt: skip

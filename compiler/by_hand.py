@@ -94,7 +94,7 @@ def run_by_hand(
     check_overrides(options, installed().kernels)
     asked = options.activations
     activations = {"auto": "f32", "fp8": "bf16"}.get(asked, asked)
-    kv = activations if options.kv == "auto" else options.kv
+    kv = options.kv_format(activations)
     typical = tuple(p for p in _TYPICAL if phase == "prefill" or p[0] == "P")
     strategy = Strategy(
         phase, activations=activations, fp8_activations=asked == "fp8", weights=options.weights,

@@ -39,7 +39,7 @@ from metainfer.ir.errors import MetainferError, Unsupported
 from metainfer.ir.graph import Module, Value
 from metainfer.ir.ops.record import Builder
 from metainfer.ir.step import step_symbols, step_value
-from metainfer.ir.types import StateType, Symbol, TensorType
+from metainfer.ir.types import StateType, Symbol
 
 TOKENS_NAME = "%tokens"
 _EXAMPLE_TOKENS = 7  # >= 2 and unequal to any usual width, or export would specialise
@@ -459,12 +459,15 @@ def _declare_state(s: Lowering, name: str, k: Value, v: Value, kv_dtype: str) ->
             advice="put each attention in an nn.Module of its own, so that its cache has a name",
         )
     from metainfer.ir.dtypes import parse_dtype
+    from metainfer.ir.entries import entry_fields
 
     dtype = parse_dtype(kv_dtype)
-    fields = tuple(
-        (field, TensorType(value.tensor.shape[1:], dtype)) for field, value in (("k", k), ("v", v))
-    )
-    state = Value(f"${name}", StateType("pages", fields))
+    fields = [
+        field
+        for held, value in (("k", k), ("v", v))
+        for field in entry_fields(held, value.tensor.with_shape(value.tensor.shape[1:]), dtype)
+    ]
+    state = Value(f"${name}", StateType("pages", tuple(fields)))
     s.states[name] = state
     return state
 

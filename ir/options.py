@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from metainfer.ir.entries import KV_FP8
 from metainfer.ir.errors import MetainferError
 
 
@@ -12,7 +13,7 @@ class OptionError(MetainferError):
 
 ACTIVATIONS = ("auto", "f32", "bf16", "fp8")
 WEIGHTS = ("auto", "keep", "f32", "bf16", "int8", "int4", "fp8", "fp8-32x32", "mxfp4", "nvfp4")
-KV = ("auto", "f32", "bf16")
+KV = ("auto", "f32", "bf16", "fp8")
 COMPRESSIONS = ("none", "fp8")
 
 
@@ -28,7 +29,8 @@ class Options:
             "bf16" dequantize; "int8", "int4", "fp8", "fp8-32x32" (blocks of that size), "mxfp4" and
             "nvfp4" quantize linears and experts (lossy).
         exact: whether kernels may add no rounding of their own (int8 activations, say).
-        kv: element type of cached keys and values.
+        kv: element type of cached keys and values; "fp8" rounds them to e4m3 codes with a scale for
+            each token and head (lossy, half the memory of bf16).
         max_tokens: largest step of a prefill, in tokens (the chunk).
         max_sequences: largest number of sequences in a step.
         max_context: longest sequence in tokens; 0 is the model's own, as far as memory allows.
@@ -121,6 +123,10 @@ class Options:
                 f"memory_fraction = {self.memory_fraction} is not in (0, 1]",
                 advice="0.9 leaves a tenth of the device to others",
             )
+
+    def kv_format(self, activations: str) -> str:
+        """Format of cached keys and values: what is asked for, else the activations' type."""
+        return {"auto": activations, "fp8": str(KV_FP8)}.get(self.kv, self.kv)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a plan."""

@@ -9,7 +9,8 @@ fp8 and MXFP4 codes are weighed against conversions that lose no more than bf16 
 that fits the device's memory is taken. Without a kernel a weight takes the activations' type, as
 the model was captured, or f32; a format that loses more is taken only where not even that has a
 kernel, or on request: bf16, int8, int4, fp8, fp8-32x32, mxfp4, nvfp4. Routers and norms stay as
-they are then, and tables and heads never take 4-bit or fp8 codes.
+they are then, and tables and heads never take 4-bit or fp8 codes. States are captured in their
+format; what rounded keys and values lose is reported here.
 """
 
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from metainfer.ir.dtypes import (
     DType,
     parse_dtype,
 )
+from metainfer.ir.entries import ENTRIES, KV_FP8, is_rounded
 from metainfer.ir.format_error import relative_rms
 from metainfer.ir.graph import Module, Value
 from metainfer.passes.held_weights import Held, bytes_as, widest
@@ -70,7 +72,23 @@ def quantize(module: Module, target: Target) -> Module:
     choices = _choices(items, target, module.limits())
     for item, choice in zip(items, choices, strict=True):
         module = _apply(module, item, choice, target)
+    _report_entries(module, target)
     return module
+
+
+def _report_entries(module: Module, target: Target) -> None:
+    """Keys and values that are captured as codes: what it loses, and what a token takes."""
+    for graph in module.graphs:
+        for state in (s for s in graph.states if is_rounded(s.state)):
+            wide = sum(2 * t.num_elements().constant for n, t in state.state.fields if n in ENTRIES)
+            reason = (
+                f"--kv fp8: a scale for each token and head, a relative error of "
+                f"{relative_rms(KV_FP8):.4f} is to be expected of each number; a token takes "
+                f"{state.state.entry_bytes():,} bytes, {wide:,} in 16 bits"
+            )
+            data = (("relative_rms", relative_rms(KV_FP8)),)
+            subject = f"{state.name} of {graph.name}"
+            target.report.add(Decision("quantize", subject, str(KV_FP8), reason, data=data))
 
 
 def _apply(module: Module, item: Item, choice: _Choice, target: Target) -> Module:

@@ -123,6 +123,8 @@ def scalar_data(
     if dtype.kind in ("int", "uint"):
         low = 0 if sign == "<" or dtype.kind == "uint" else -5
         return rng.integers(low, bound if sign == "<" else 6, shape).astype(dtype.numpy)
+    if dtype.name == "f8e8m0":
+        return np.ldexp(1.0, rng.integers(-9, -5, shape)).astype(dtype.numpy)
     values = np.round(rng.standard_normal(shape) * 8) / 8
     if sign == ">":
         values = np.abs(values) + bound + 0.125
@@ -165,6 +167,9 @@ def _state_data(state: StateType, pages: int, rng: np.random.Generator) -> dict[
 
 
 _STATE = "pages(k: f32[4,8], v: f32[4,8]) per token"
+_ROUNDED = (
+    "pages(k: f8e4m3[4,8], k_scale: f8e8m0[4,1], v: f8e4m3[4,8], v_scale: f8e8m0[4,1]) per token"
+)
 _STEP = ("i32[B+1]", "i32[B]", "i32[B,P]")
 _EXPERTS = ("f32[4,12,8]", "f32[4,12,8]", "f32[4,8,12]")
 _YARN = {"scaling": "yarn", "factor": 4.0, "original_max": 64}
@@ -257,7 +262,9 @@ SAMPLES: tuple[Sample, ...] = (
     sample("sdpa", "f32[B,4,T,8]", "f32[B,1,6,8]", "f32[B,1,6,8]", "bool[T,6]"),
     sample("sdpa", "f32[B,4,T,8]", "f32[B,2,6,8]", "f32[B,2,6,8]", "f32[B,1,1,6]"),
     sample("kv_write", _STATE, "f32[T,4,8]", "f32[T,4,8]", "i32[T]"),
+    sample("kv_write", _ROUNDED, "f32[T,4,8]", "f32[T,4,8]", "i32[T]"),
     sample("attention", "f32[T,8,8]", _STATE, *_STEP),
+    sample("attention", "f32[T,8,8]", _ROUNDED, *_STEP),
     sample("attention", "f32[T,8,8]", "pages(k: f32[1,8], v: f32[1,4]) per token", *_STEP),
     sample("attention", "f32[T,4,8]", _STATE, *_STEP, scale=0.3, window=3, softcap=2.0),
     # shapes

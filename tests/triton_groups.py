@@ -13,11 +13,12 @@ from metainfer.backends.registry import installed
 from metainfer.backends.torch.check import run_kernel, run_reference
 from metainfer.backends.triton.launch import TritonBinder
 from metainfer.backends.triton.pointwise import launches
-from metainfer.ir.dtypes import Block, quantize
+from metainfer.ir.dtypes import BF16, Block, parse_dtype, quantize
+from metainfer.ir.entries import KV_FP8, entry_fields
 from metainfer.ir.graph import Graph, Op, attrs_of
 from metainfer.ir.interpret import Data
 from metainfer.ir.parser import parse_graph
-from metainfer.ir.types import StateType, Type
+from metainfer.ir.types import StateType, TensorType, Type, tensor
 
 RNG = np.random.default_rng(5)
 KERNEL = Kernel("triton.test", "test", "triton", binder=TritonBinder(launches))
@@ -113,14 +114,18 @@ def as_op(graph: Graph, kind: str) -> Op:
     return Op("fused", inputs, results, attrs_of({"kind": kind}), body)
 
 
+def _entries(type_: TensorType, pages: tuple[int, int]) -> Any:
+    shape, dtype = (*pages, *type_.concrete({})), type_.dtype
+    if dtype.name == "f8e8m0":
+        return np.ldexp(1.0, RNG.integers(-9, -5, shape)).astype(dtype.numpy)  # type: ignore[union-attr]
+    return RNG.uniform(-2, 2, shape).astype(dtype.numpy)  # type: ignore[union-attr]
+
+
 def random(type_: Type, env: dict[str, int], below: int = 7) -> Any:
     """Data of a type; integers from 0 to below."""
     if isinstance(type_, StateType):
         shape = (6, type_.page_size)
-        return {
-            name: RNG.uniform(-2, 2, (*shape, *t.concrete({}))).astype(t.dtype.numpy)  # type: ignore[union-attr]
-            for name, t in type_.fields
-        }
+        return {name: _entries(t, shape) for name, t in type_.fields}
     shape, dtype = type_.concrete(env), type_.dtype
     if isinstance(dtype, Block):
         return quantize(RNG.uniform(-2, 2, shape).astype(np.float32), dtype)
@@ -159,11 +164,15 @@ def group_data(op: Op, tokens: int, below: int = 7) -> list[Any]:
     return made
 
 
-def writing_group(kind: str, tokens: int, width: int, interleaved: bool) -> tuple[Op, list[Any]]:
+def writing_group(
+    kind: str, tokens: int, width: int, interleaved: bool, *, is_rounded: bool = False
+) -> tuple[Op, list[Any]]:
     """A group that turns queries and keys and writes keys and values; H = 5, G = 2."""
     norms = kind == "qk_norm_rope_kv_write"
     d, q, k, w = width, 5 * width, 7 * width, 9 * width
-    state = f"pages(k: bf16[2,{d}], v: bf16[2,{d}]) per token page 16"
+    held = parse_dtype("bf16") if not is_rounded else KV_FP8
+    fields = [f for name in "kv" for f in entry_fields(name, tensor(BF16, 2, d), held)]
+    state = str(StateType("pages", tuple(fields), page_size=16))
     turned = f"{{theta = 500.0, interleaved = {str(interleaved).lower()}}}"
     weights = f", %q: bf16[{d}], %k: bf16[{d}]" if norms else ""
     normed = f"""

@@ -97,9 +97,25 @@ def _kv_write(state: Mapping[str, Any], k: Any, v: Any, slots: Any) -> dict[str,
     written = {}
     for name, value in (("k", k), ("v", v)):
         size = state[name].shape[1]
-        entries = value.astype(state[name].dtype)
-        written[name] = state[name].at[slots // size, slots % size].set(entries)
+        place = (slots // size, slots % size)
+        scaled = f"{name}_scale"
+        if scaled in state:
+            # The least power of two at which the largest number is a code; zeros keep 1.
+            most = jnp.abs(value).astype(jnp.float32).max(axis=-1, keepdims=True)
+            exponent = jnp.ceil(jnp.log2(jnp.where(most > 0, most / 448, 1)))
+            scale = jnp.exp2(jnp.maximum(exponent, -126))
+            written[scaled] = state[scaled].at[place].set(scale.astype(state[scaled].dtype))
+            value = value.astype(jnp.float32) / scale
+        written[name] = state[name].at[place].set(value.astype(state[name].dtype))
     return written
+
+
+def _entries(state: Mapping[str, Any], name: str) -> Any:
+    """Numbers of a field, by its scales where it has some."""
+    scales = state.get(f"{name}_scale")
+    if scales is None:
+        return state[name]
+    return state[name].astype(jnp.float32) * scales.astype(jnp.float32)
 
 
 def _attention(
@@ -119,7 +135,7 @@ def _attention(
     sequence = jnp.clip(jnp.searchsorted(starts, row, side="right") - 1, 0, len(lengths) - 1)
     valid = row < starts[-1]
     position = lengths[sequence] - (starts[sequence + 1] - row)
-    gathered = {n: state[n].astype(q.dtype)[pages[sequence]] for n in ("k", "v")}
+    gathered = {n: _entries(state, n).astype(q.dtype)[pages[sequence]] for n in ("k", "v")}
     k, v = (gathered[n].reshape(tokens, -1, *gathered[n].shape[3:]) for n in ("k", "v"))
     groups = k.shape[2]
     grouped = q.reshape(tokens, groups, heads // groups, width)

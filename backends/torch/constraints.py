@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from metainfer.backends.kernel import Constraint, Query, Repair
 from metainfer.ir.dtypes import Block, DType, Scalar
+from metainfer.ir.entries import is_rounded
 from metainfer.ir.graph import Op
 from metainfer.ir.ops.record import attr_value
 from metainfer.ir.types import StateType, TensorType
@@ -179,15 +180,18 @@ def state_dtype(state_operand: int, *names: str) -> Constraint:
 
 
 def state_like(state_operand: int, operand: int) -> Constraint:
-    """All fields of a state have an operand's element type."""
+    """Entries of a state have an operand's element type, or are rounded to fp8 codes."""
 
     def check(query: Query) -> str | None:
         type_ = query.op.operands[state_operand].type
+        if isinstance(type_, StateType) and is_rounded(type_):
+            return None
         fields = type_.fields if isinstance(type_, StateType) else ()
         found = {t.dtype for _, t in fields}
         return None if found == {query.dtype(operand)} else ", ".join(sorted(map(str, found)))
 
-    return Constraint(f"state {state_operand} has the type of operand {operand}", check)
+    text = f"state {state_operand} has the type of operand {operand} or is rounded to fp8 codes"
+    return Constraint(text, check)
 
 
 def head_width(state_operand: int, limit: int, multiple: int) -> Constraint:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from metainfer.backends.torch.call import TorchCall
-from metainfer.backends.torch.plain_attention import Sequence, sequences
+from metainfer.backends.torch.plain_attention import Sequence, read_pages, sequences
 from metainfer.backends.torch.plain_shape import as_index
 
 aten: Any = torch.ops.aten
@@ -45,7 +45,7 @@ def attention_sdpa(call: TorchCall) -> None:
     out = call.outputs[0]
     scale, window = call.attrs["scale"] or q.shape[-1] ** -0.5, call.attrs["window"]
     out.zero_()
-    for sequence in sequences(state, *step):
+    for sequence in sequences(state, *step, kind=q.dtype):
         rows = slice(sequence.first, sequence.last)
         made = functional.scaled_dot_product_attention(
             q[rows].transpose(0, 1)[None],
@@ -78,7 +78,7 @@ def attention_flash(call: TorchCall) -> None:
     q, state, starts, lengths, pages = call.inputs
     num_sequences, longest = pages.shape[0], pages.shape[1] * state["k"].shape[1]
     table = as_index(pages).reshape(-1)
-    keys, values = (state[f].index_select(0, table).flatten(0, 1) for f in ("k", "v"))
+    keys, values = (read_pages(state, f, table, q.dtype) for f in ("k", "v"))
     # Rows past the last sequence become one more sequence that sees no key: the kernel gives zeros.
     rows = functional.pad(starts.int(), (0, 1), value=q.shape[0])
     used = functional.pad(lengths.int(), (0, 1))

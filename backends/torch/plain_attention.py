@@ -13,7 +13,9 @@ import torch
 from metainfer.backends.torch.call import StateTensors, TorchCall
 from metainfer.backends.torch.plain_reduce import softmax
 from metainfer.backends.torch.plain_shape import as_index
+from metainfer.backends.torch.quantize import quantize
 from metainfer.backends.torch.tensors import to_torch, widen
+from metainfer.ir.entries import KV_FP8, scale_field
 from metainfer.ir.rope import Rope
 
 Run = Callable[[TorchCall], None]
@@ -77,10 +79,35 @@ def write_entries(state: StateTensors, k: torch.Tensor, v: torch.Tensor, at: tor
     Shapes: state fields [pages, page_size, G, D], k and v [T, G, D], at [T].
     """
     for name, value in (("k", k), ("v", v)):
-        pages = state[name]
-        # NOTE: view, not reshape: a copy would be written and lost.
-        flat = pages.view(-1, *pages.shape[2:])
-        flat.index_copy_(0, as_index(at).long(), value.to(pages.dtype))
+        scaled = scale_field(name)
+        if scaled not in state:
+            _write(state[name], value.to(state[name].dtype), at)
+            continue
+        codes, scales = quantize(value, KV_FP8)
+        _write(state[name].view(torch.uint8), codes.view(torch.uint8), at)
+        _write(state[scaled].view(torch.uint8), scales.view(torch.uint8), at)
+
+
+def _write(pages: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> None:
+    # NOTE: view, not reshape: a copy would be written and lost.
+    flat = pages.view(-1, *pages.shape[2:])
+    flat.index_copy_(0, as_index(at).long(), value)
+
+
+def read_pages(
+    state: StateTensors, name: str, table: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Entries of some pages one behind the other; rounded ones as numbers of a type.
+
+    Shapes: table [N] -> [N * page_size, G, D].
+    """
+    pages, scales = state[name], state.get(scale_field(name))
+    if scales is None:
+        return pages.index_select(0, table).flatten(0, 1)
+    # Bytes are moved: not all of torch's copies know these types.
+    codes = pages.view(torch.uint8).index_select(0, table).view(pages.dtype)
+    factors = scales.view(torch.uint8).index_select(0, table).view(scales.dtype)
+    return (codes.float() * factors.float()).to(dtype).flatten(0, 1)
 
 
 def _kv_write(call: TorchCall) -> None:
@@ -115,9 +142,16 @@ class Sequence:
 
 
 def sequences(
-    state: StateTensors, starts: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor
+    state: StateTensors,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    kind: torch.dtype,
 ) -> Iterator[Sequence]:
     """The sequences with new tokens, their pages gathered. Waits for the device (sizes are read).
+
+    Entries that are rounded come as numbers of ``kind``.
 
     Shapes: starts [B+1], lengths [B], pages [B, P].
     """
@@ -127,7 +161,7 @@ def sequences(
         if rows[b] == rows[b + 1]:
             continue
         table = as_index(pages[b, : -(-length // page_size)])
-        keys, values = (state[f].index_select(0, table).flatten(0, 1)[:length] for f in ("k", "v"))
+        keys, values = (read_pages(state, f, table, kind)[:length] for f in ("k", "v"))
         yield Sequence(rows[b], rows[b + 1], keys, values)
 
 
@@ -137,7 +171,7 @@ def _attention(call: TorchCall) -> None:
     scale, softcap = call.attrs["scale"] or q.shape[-1] ** -0.5, call.attrs["softcap"]
     # Rows past the last sequence are padding and give zeros.
     result = torch.zeros(out.shape, dtype=q.dtype, device=q.device)
-    for sequence in sequences(state, *step):
+    for sequence in sequences(state, *step, kind=q.dtype):
         k, v = (
             _repeat_heads(widen(t).transpose(0, 1), q.shape[1], 0)
             for t in (sequence.keys, sequence.values)

@@ -12,6 +12,7 @@ import torch
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.triton.launch import Launch
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
+from metainfer.ir.entries import scale_field
 from metainfer.ir.errors import Unsupported
 
 LOG2_E = 1.4426950408889634
@@ -46,7 +47,7 @@ class Attention:
     """One call: its tensors and attributes.
 
     Shapes: q [T, H, D], k and v [pages, page_size, G, D or E], starts [B+1], lengths [B],
-    pages [B, P], out [T, H, E].
+    pages [B, P], out [T, H, E]; scales [pages, page_size, G, 1], of k and v that are codes.
     """
 
     q: torch.Tensor
@@ -60,6 +61,18 @@ class Attention:
     window: int = 0
     softcap: float = 0.0
     workspace: torch.Tensor | None = None
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+
+    @property
+    def keys(self) -> tuple[torch.Tensor, ...]:
+        """Numbers, or codes and the exponents of their scales."""
+        return _entries(self.k, self.k_scales)
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """As the keys."""
+        return _entries(self.v, self.v_scales)
 
     @property
     def page_size(self) -> int:
@@ -97,6 +110,10 @@ def check(call: Attention) -> None:
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("out", call.out)):
         if tensor.stride(-1) != 1:
             raise Unsupported(f"paged attention: rows of {name} have gaps", advice="copy it")
+    for pages, scales in ((call.k, call.k_scales), (call.v, call.v_scales)):
+        # Their places are told from those of the codes.
+        if scales is not None and not (pages.is_contiguous() and scales.is_contiguous()):
+            raise Unsupported("paged attention: pages of codes have gaps", advice="copy them")
 
 
 def prefill_tile(call: Attention) -> Tile:
@@ -131,7 +148,7 @@ def prefill(call: Attention, tile: Tile | None = None) -> list[Launch]:
     tile = tile or prefill_tile(call)
     groups = _groups(call, tile)
     arguments = {
-        "q": call.q, "k": call.k, "v": call.v, "out": call.out, "starts": call.starts,
+        "q": call.q, "k": call.keys, "v": call.values, "out": call.out, "starts": call.starts,
         "lengths": call.lengths, "table": call.pages, "T": call.q.shape[0],
         "B": call.lengths.shape[0], "groups": groups, "factor": _factor(call), **_strides(call),
     }  # fmt: skip
@@ -175,7 +192,7 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
         "lengths": call.lengths, "B": call.lengths.shape[0], "groups": groups,
     }  # fmt: skip
     arguments = {
-        **shared, "q": call.q, "k": call.k, "v": call.v, "table": call.pages,
+        **shared, "q": call.q, "k": call.keys, "v": call.values, "table": call.pages,
         "factor": _factor(call), **strides,
     }  # fmt: skip
     joined = {
@@ -207,7 +224,13 @@ def of_call(call: TorchCall) -> Attention:
     return Attention(
         q, state["k"], state["v"], starts, lengths, pages, call.outputs[0],
         call.attrs["scale"], call.attrs["window"], call.attrs["softcap"], call.workspace,
+        state.get(scale_field("k")), state.get(scale_field("v")),
     )  # fmt: skip
+
+
+def _entries(pages: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    # Triton has no type for powers of two: it gets their bytes.
+    return (pages,) if scales is None else (pages, scales.view(torch.uint8))
 
 
 def _constants(call: Attention, tile: Tile) -> dict[str, Any]:

@@ -85,10 +85,8 @@ def argument(
         cos, sin = call.rope(*rotary(tables[number]))
         return cos if parameter.kind == "cos" else sin
     data = call.inputs[number]
-    if parameter.kind == "field":
-        return data[detail]
-    if parameter.kind == "part":
-        part = getattr(data, detail)
+    if parameter.kind in ("field", "part"):
+        part = data[detail] if parameter.kind == "field" else getattr(data, detail)
         # Triton has no type for powers of two: it gets their bytes.
         return part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part
     return data

@@ -7,6 +7,7 @@ import numpy as np
 
 from metainfer.ir.dims import Dim
 from metainfer.ir.dtypes import BOOL
+from metainfer.ir.entries import check_entries, entry_values, stored_entry
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.ops import shard_rules
 from metainfer.ir.ops.elementwise import per_element
@@ -134,6 +135,7 @@ def _infer_kv_write(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     slots = integers_of(types[3], "slots")
     if slots.rank != 1:
         raise TypeMismatch(f"kv_write at slots {slots}: wanted [T]")
+    check_entries(state)
     for name, value in (("k", k), ("v", v)):
         entry = state.field_type(name)
         if value.shape != (*slots.shape, *entry.shape):
@@ -155,19 +157,21 @@ def _entry_bytes(sizes: Sizes) -> int:
 def kv_write(state: State, k: Array, v: Array, slots: Array) -> State:
     """Write each token's key and value to its slot of the paged state.
 
+    A state with fields of scales gets them rounded (`ir.entries`).
     Shapes: k, v [T, G, D], slots [T]; state fields [pages, page_size, G, D].
     """
     written = {}
-    for name, value in (("k", k), ("v", v)):
+    for name, value in (*stored_entry(state, "k", k).items(), *stored_entry(state, "v", v).items()):
         pages = state[name].copy()
         flat = pages.reshape(-1, *pages.shape[2:])
-        flat[slots] = value.astype(pages.dtype)
+        flat[slots] = value
         written[name] = flat.reshape(pages.shape)
     return written
 
 
 def _infer_attention(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     q, state = floats_of(types[0], "attention"), state_of(types[1])
+    check_entries(state)
     k, v = state.field_type("k"), state.field_type("v")
     if q.rank != 3 or k.rank != 2 or v.rank != 2 or k.shape[0] != v.shape[0]:
         raise TypeMismatch(f"attention of {q} over {state}: wanted [T, H, D] over k, v [G, D]")
@@ -236,7 +240,7 @@ def attention(
     Shapes: q [T, H, D], starts [B+1], lengths [B], pages [B, P] -> [T, H, E].
     Source: Kwon et al. 2023 for the paging.
     """
-    keys, values = (state[name].astype(np.float32) for name in ("k", "v"))
+    keys, values = (entry_values(state, name) for name in ("k", "v"))
     page_size = keys.shape[1]
     result = np.zeros((*q.shape[:2], values.shape[-1]), np.float32)
     for b in range(len(lengths)):

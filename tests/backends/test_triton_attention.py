@@ -17,6 +17,8 @@ from metainfer.backends.triton.attention import Tile, prefill, split
 from metainfer.backends.triton.records_attention import BF16_STEP
 from metainfer.compiler.cost import CostModel
 from metainfer.ir.dims import dim
+from metainfer.ir.dtypes import parse_dtype
+from metainfer.ir.entries import KV_FP8, entry_fields
 from metainfer.ir.errors import PlanError, Unsupported
 from metainfer.ir.types import StateType, tensor
 
@@ -32,6 +34,9 @@ CASES = {
     "8 heads of one key head": Case((70, 3, 33), (1, 1, 1), heads=(8, 1), padding=(2, 2)),
     "9 of 3, window": Case((50, 3, 40), (9, 0, 1), heads=(9, 3), window=20),
     "96 and 80 wide": replace(MIXED, widths=(96, 80), heads=(2, 1), page=64),
+    "rounded": replace(
+        MIXED, heads=(6, 3), widths=(96, 80), window=20, dtype="f16", is_rounded=True
+    ),
     "capped": replace(MIXED, softcap=3.0, scale=0.3, page=32, dtype="f16"),
 }
 
@@ -66,11 +71,14 @@ def test_kernels_of_the_registry(name: str) -> None:
 
 
 def state(group: int, width: int, page: int, dtype: str = "bf16") -> StateType:
-    entry = tensor(scalar(dtype), group, width)
-    return StateType("pages", (("k", entry), ("v", entry)), page_size=page)
+    held, entry = parse_dtype(dtype), tensor(scalar("bf16"), group, width)
+    fields = (*entry_fields("k", entry, held), *entry_fields("v", entry, held))
+    return StateType("pages", fields, page_size=page)
 
 
-def symbolic(heads: tuple[int, int], width: int, page: int, **attrs: Any) -> Any:
+def symbolic(
+    heads: tuple[int, int], width: int, page: int, dtype: str = "bf16", **attrs: Any
+) -> Any:
     """The op of a decoder, sizes of the step open."""
     step = [
         tensor(scalar("i32"), dim("B") + 1),
@@ -78,16 +86,24 @@ def symbolic(heads: tuple[int, int], width: int, page: int, **attrs: Any) -> Any
         tensor(scalar("i32"), "B", "P"),
     ]
     q = tensor(scalar("bf16"), "T", heads[0], width)
-    return make_op("attention", [q, state(heads[1], width, page), *step], attrs)
+    return make_op("attention", [q, state(heads[1], width, page, dtype), *step], attrs)
 
 
 DECODE = {"T": 16, "B": 16, "P": 64}
 PREFILL = {"T": 16384, "B": 8, "P": 128}
 
 
-@pytest.mark.parametrize(("width", "page"), [(96, 16), (128, 64), (256, 32)])
-def test_they_fit_both_cards(width: int, page: int) -> None:
-    op = symbolic((32, 8), width, page)
+@pytest.mark.parametrize(
+    ("width", "page", "dtype"),
+    [
+        pytest.param(96, 16, "bf16", marks=pytest.mark.thorough),
+        pytest.param(128, 64, "bf16", marks=pytest.mark.thorough),
+        (128, 64, str(KV_FP8)),
+        (256, 32, "bf16"),
+    ],
+)
+def test_they_fit_both_cards(width: int, page: int, dtype: str) -> None:
+    op = symbolic((32, 8), width, page, dtype)
     for name, env in zip(FORMS, (PREFILL, DECODE), strict=True):
         check_compiles(name, op, env)
 

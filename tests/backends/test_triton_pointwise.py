@@ -76,8 +76,15 @@ def test_keys_and_values_are_written(kind: str, interleaved: bool) -> None:
         check_group(op, data, {"T": tokens})
 
 
-def test_kv_write_alone() -> None:
-    op, data = writing_group("rope_kv_write", 3, 8, False)
+@pytest.mark.parametrize("kind", ["rope_kv_write", "qk_norm_rope_kv_write"])
+def test_keys_and_values_are_rounded_where_they_are_written(kind: str) -> None:
+    op, data = writing_group(kind, 5, 24, False, is_rounded=True)
+    check_group(op, data, {"T": 5})
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_kv_write_alone(is_rounded: bool) -> None:
+    op, data = writing_group("rope_kv_write", 3, 8, False, is_rounded=is_rounded)
     state = op.operands[2]
     entry = tensor(BF16, 3, 2, 8)
     types = [state.type, entry, entry, tensor(I32, 3)]
@@ -122,7 +129,7 @@ def test_groups_compile_for_cards_that_are_not_here(kind: str) -> None:
 
 
 def test_wide_rows_and_writes_compile() -> None:
-    op, _ = writing_group("qk_norm_rope_kv_write", 4, 128, False)
+    op, _ = writing_group("qk_norm_rope_kv_write", 4, 128, False, is_rounded=True)
     check_compiles("triton.qk_norm_rope_kv_write", op, {"T": 4})
     wide = make_op("rms_norm", [tensor(BF16, "T", 16384), tensor(BF16, 16384)], {"eps": 1e-5})
     check_compiles("triton.rms_norm", wide, {"T": 4})

@@ -229,6 +229,26 @@ def test_float_codes_diverge_as_their_error_says(tiny: Path, weights: str, bound
     assert EXACT_KL < worst < bound
 
 
+def test_rounded_keys_and_values_diverge_as_their_error_says(tiny: Path) -> None:
+    exact = {**SMALL, "weights": "f32", "activations": "f32", "exact": True}
+    plan = metainfer.compile(tiny, "cpu", kv="fp8", **exact)
+    assert default_limit(plan) == LOSSY_KL
+    found = verify(plan, tokens=32)
+    assert found.passed
+    # About twice what was measured, in nats.
+    assert EXACT_KL < max(c.mean_kl for c in found.comparisons) < 0.008
+    wide = metainfer.compile(tiny, "cpu", kv="f32", **exact)
+    pages = [int(p.meta["capacity"]["page_bytes"]) for p in (plan, wide)]
+    width = tiny_width(plan)
+    assert pages[0] * 4 * width == pages[1] * (width + 1)
+
+
+def tiny_width(plan: Plan) -> int:
+    """Numbers of a head."""
+    (state,) = plan.module("decode").graph("layer").states
+    return int(state.state.field_type("k").shape[-1].static)
+
+
 def test_a_module_is_held_against_pytorch(tmp_path: Path) -> None:
     torch.manual_seed(0)
     mixer = MlpMixer().eval()

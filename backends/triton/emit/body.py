@@ -29,12 +29,12 @@ from metainfer.backends.triton.emit.index import (
     plus,
     times,
 )
+from metainfer.backends.triton.emit.stores import store_entries, store_rounded
 from metainfer.backends.triton.emit.tiles import (
     Arguments,
     Expr,
     Space,
     Store,
-    group_of,
     needs_rows,
     power_of_two,
     rotary,
@@ -94,7 +94,7 @@ class Body:
         self._count = 0
         self._depth = 1
         needing = [o for o in graph.ops if needs_rows(o)]
-        over_rows = any(s.rounding is not None and not group_of(s.rounding) for s in stores)
+        over_rows = any(s.needs_rows for s in stores)
         self.is_chunked = not (needing or over_rows) and any(self._is_wide(s) for s in stores)
         self._widest = max((row_width(o) for o in needing), default=1)
 
@@ -443,53 +443,18 @@ class Body:
         index = lead if tall else (*lead, column)
         made = self.value(store.value, index)
         if store.rounding is not None:
-            self._store_rounded(store, store.rounding, space, column, made)
+            store_rounded(self, store, store.rounding, space, column, made)
+            return
+        if store.slots is not None:
+            store_entries(self, store, store.slots, space, index, made)
             return
         axes = frozenset([space.row, column.text])
-        if store.slots is None:
-            offset = plus(times(space.row, self.arguments.size(space.width)), column.text)
-        else:
-            slot = self.value(store.slots, lead[:1])
-            self.emit(f"# kv_write to {store.target}")
-            rest = plus(
-                *(
-                    times(entry.text, self.views.product(shape[axis + 1 :]))
-                    for axis, entry in enumerate(index)
-                    if axis
-                )
-            )
-            inner = self.views.product(shape[1:])
-            page = self.name_index(f"{slot.text}.to(tl.int64) * {inner}", slot.axes)
-            offset = plus(page.text, rest)
+        offset = plus(times(space.row, self.arguments.size(space.width)), column.text)
         narrow = "" if store.dtype.name in ("f32", "bool") else f".to({TYPES[store.dtype.name]})"
         text = made.text + narrow
         condition = self.mask(axes)
         self.emit(f"tl.store({store.target} + {offset}, {text}, mask={condition})")
 
-    def _store_rounded(
-        self, store: Store, rounding: Op, space: Space, column: Index, made: Expr
-    ) -> None:
-        """Round a tile to codes and scales, and store both."""
-        width, group = space.width.static, group_of(rounding)
-        inside = self.column_mask(column)
-        # A broadcast, no sum: zeros keep their signs.
-        whole = f"tl.broadcast_to({made.text}, [{space.rows}, {self._extents[column.text]}])"
-        tile = self.assign(whole, frozenset([space.row, column.text]))
-        if inside:
-            # Past the end of a row there may be anything: it must raise no scale.
-            self.emit(f"{tile.text} = tl.where({inside}, {tile.text}, 0.0)")
-        self.comment(rounding)
-        codes, scales = self.fresh("q"), self.fresh("s")
-        how = f"round_groups({tile.text}, {group})" if group else f"round_rows({tile.text})"
-        self.emit(f"{codes}, {scales} = rounding.{how}")
-        place = plus(times(space.row, str(width)), column.text)
-        condition = self.mask(frozenset([space.row, column.text]))
-        self.emit(f"tl.store({store.target}_codes + {place}, {codes}, mask={condition})")
-        at, condition = space.row, self.mask(frozenset([space.row]))
-        if group:
-            count, held = width // group, self._extents[column.text] // group
-            first = f"tl.program_id(1) * {held} + " if self.is_chunked else ""
-            number = self.assign(f"{first}tl.arange(0, {held})[None, :]", frozenset(), "g")
-            at = plus(times(space.row, str(count)), number.text)
-            condition = f"{condition} & ({number.text} < {count})"
-        self.emit(f"tl.store({store.target}_scales + {at}, {scales}, mask={condition})")
+    def extent(self, column: Index) -> int:
+        """Numbers of a tile along the columns."""
+        return self._extents[column.text]

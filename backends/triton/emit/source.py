@@ -14,6 +14,7 @@ from metainfer.backends.triton.emit.formulas import scalar
 from metainfer.backends.triton.emit.rows import HANDLERS
 from metainfer.backends.triton.emit.tiles import Space, Store
 from metainfer.ir.dtypes import F8E4M3, Block
+from metainfer.ir.entries import ENTRIES, is_rounded, scale_field
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op, Value
 from metainfer.ir.printer import print_type
@@ -159,11 +160,14 @@ def _state_stores(graph: Graph, value: Value, producers: dict[str, Op]) -> list[
             advice="the group is split, or another kernel takes it",
         )
     number = inputs[op.operands[0].name]
-    slots = op.operands[3]
-    return [
-        Store(entry, f"x{number}_{field}", scalar(value.state.field_type(field).dtype), slots)
-        for field, entry in zip(("k", "v"), op.operands[1:3], strict=True)
-    ]
+    state, slots = value.state, op.operands[3]
+
+    def stored(field: str, entry: Value) -> Store:
+        target = f"x{number}_{field}"
+        scales = f"x{number}_{scale_field(field)}" if is_rounded(state) else ""
+        return Store(entry, target, scalar(state.field_type(field).dtype), slots, scales=scales)
+
+    return [stored(field, entry) for field, entry in zip(ENTRIES, op.operands[1:3], strict=True)]
 
 
 def parameters_of(graph: Graph, body: Body) -> list[Parameter]:

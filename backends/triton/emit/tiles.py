@@ -56,6 +56,7 @@ class Store:
         dtype: element type in memory.
         slots: for a paged state: the value that holds each token's slot.
         rounding: the quantize by which codes and scales of the value are stored instead.
+        scales: for a paged state of rounded entries: pointer argument of their scales.
     """
 
     value: Value
@@ -63,6 +64,12 @@ class Store:
     dtype: Scalar
     slots: Value | None = None
     rounding: Op | None = None
+    scales: str = ""
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether whole rows are rounded together."""
+        return bool(self.scales) or (self.rounding is not None and not group_of(self.rounding))
 
 
 @dataclass

@@ -7,6 +7,7 @@ from metainfer.backends.triton.templates.attention_tile import (
     attend_span,
     find_tile,
     load_rows,
+    of_head,
     store_rows,
 )
 
@@ -63,8 +64,8 @@ def attention_prefill(
     if E1 > 0:
         acc1 = tl.zeros([ROWS, E1], tl.float32)
     table += own.to(tl.int64) * table_row
-    k += group * HEADS // GROUP * k_head
-    v += group * HEADS // GROUP * v_head
+    k = of_head(k, group * HEADS // GROUP, k_head, D)
+    v = of_head(v, group * HEADS // GROUP, v_head, E)
     position = shift + token
     if WINDOW > 0:
         acc0, acc1, top, total = attend_span(

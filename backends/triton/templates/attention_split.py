@@ -14,6 +14,7 @@ from metainfer.backends.triton.templates.attention_tile import (
     attend_span,
     find_tile,
     load_rows,
+    of_head,
     store_rows,
 )
 
@@ -97,7 +98,8 @@ def attention_split(
         key_head = group * HEADS // GROUP
         acc0, acc1, top, total = attend_span(
             q0, q1, acc0, acc1, top, total, token + (length - end),
-            table + sequence.to(tl.int64) * table_row, k + key_head * k_head, v + key_head * v_head,
+            table + sequence.to(tl.int64) * table_row,
+            of_head(k, key_head, k_head, D), of_head(v, key_head, v_head, E),
             (low + block) * KEYS, tl.minimum((low + block + count) * KEYS, length), length, factor,
             k_page, k_key, v_page, v_key,
             D, D0, D1, E, E0, E1, PAGE, KEYS, WINDOW, CAP, True,

@@ -6,10 +6,15 @@ Row m is token ``m // HEADS`` and head ``m % HEADS`` of the tile.
 
 Head widths that are no power of two are cut in two: 96 is read as 64 and 32 (``D0``, ``D1``;
 ``E0``, ``E1`` for values; 0: no second part).
+
+Keys and values are tuples of pointers: numbers, or fp8 codes and the exponents of their scales, one
+for each token and head (`ir.entries`). Codes times powers of two are exact in 16 bits.
 """
 
 import triton
 import triton.language as tl
+
+from metainfer.backends.triton.templates import functions
 
 
 @triton.jit
@@ -71,15 +76,44 @@ def load_pages(table, key, stop, PAGE: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def load_entries(
+def of_head(entries, head, stride_head, WIDTH: tl.constexpr):
+    """Pointers of one key head's entries."""
+    if len(entries) == 2:
+        moved = (entries[0] + head * stride_head, entries[1] + head * stride_head // WIDTH)
+    else:
+        moved = (entries[0] + head * stride_head,)  # type: ignore[assignment]
+    return moved
+
+
+@triton.jit
+def load_scales(
     base, pages, key, stop, stride_page, stride_key,
-    FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scales of the keys (or values) of one block, [KEYS]."""
+    offset = tl.arange(0, KEYS)
+    if PAGE >= KEYS:
+        at = base + pages * stride_page + (key % PAGE + offset) * stride_key
+    else:
+        at = base + pages * stride_page + (key + offset) % PAGE * stride_key
+    if MASKED:
+        found = tl.load(at, mask=key + offset < stop, other=0)
+    else:
+        found = tl.load(at)
+    return functions.e8m0(found)
+
+
+@triton.jit
+def load_entries(
+    state, pages, key, stop, stride_page, stride_key,
+    FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Columns FROM .. FROM + SIZE of the keys (or values) of one block, [KEYS, SIZE].
 
     NOTE: masked ones are zero, never what lies in the cache: zero weights times NaN are NaN.
     """
+    base = state[0]
     offset = tl.arange(0, KEYS)
     column = FROM + tl.arange(0, SIZE)
     if PAGE >= KEYS:
@@ -97,6 +131,12 @@ def load_entries(
         entries = tl.load(at, mask=column[None, :] < WIDTH, other=0.0)
     else:
         entries = tl.load(at)
+    if len(state) == 2:
+        scales = load_scales(
+            state[1], pages, key, stop, stride_page // WIDTH, stride_key // WIDTH,
+            PAGE, KEYS, MASKED,
+        )  # fmt: skip
+        entries = (entries.to(tl.float32) * scales[:, None]).to(TYPE)
     return entries
 
 
@@ -130,10 +170,12 @@ def attend(
     ``top`` starts at a finite number, so that rows which see nothing of a block keep it and add
     exact zeros. Shapes: q [rows, D], acc [rows, E], top and total and position [rows].
     """
-    k0 = load_entries(k, pages, key, stop, k_page, k_key, 0, D0, D, PAGE, KEYS, MASKED)
+    k0 = load_entries(k, pages, key, stop, k_page, k_key, 0, D0, D, PAGE, KEYS, MASKED, q0.dtype)
     k1 = k0
     if D1 > 0:
-        k1 = load_entries(k, pages, key, stop, k_page, k_key, D0, D1, D, PAGE, KEYS, MASKED)
+        k1 = load_entries(
+            k, pages, key, stop, k_page, k_key, D0, D1, D, PAGE, KEYS, MASKED, q0.dtype
+        )  # fmt: skip
     s = scores_of(q0, q1, k0, k1, factor, D1, CAP)
     if MASKED:
         at = key + tl.arange(0, KEYS)
@@ -148,11 +190,13 @@ def attend(
     p = tl.exp2(s * unit - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, axis=1)
-    v0 = load_entries(v, pages, key, stop, v_page, v_key, 0, E0, E, PAGE, KEYS, MASKED)
+    v0 = load_entries(v, pages, key, stop, v_page, v_key, 0, E0, E, PAGE, KEYS, MASKED, q0.dtype)
     weights = p.to(v0.dtype)
     acc0 = tl.dot(weights, v0, acc0 * shrink[:, None])
     if E1 > 0:
-        v1 = load_entries(v, pages, key, stop, v_page, v_key, E0, E1, E, PAGE, KEYS, MASKED)
+        v1 = load_entries(
+            v, pages, key, stop, v_page, v_key, E0, E1, E, PAGE, KEYS, MASKED, q0.dtype
+        )  # fmt: skip
         acc1 = tl.dot(weights, v1, acc1 * shrink[:, None])
     return acc0, acc1, new_top, total
 

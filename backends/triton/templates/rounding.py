@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from metainfer.backends.triton.templates import functions
+
 _TOP: tl.constexpr = tl.constexpr(448.0)  # largest e4m3 code
 _REACH: tl.constexpr = tl.constexpr(464.0)  # half a step above it: what still rounds to it
 
@@ -13,6 +15,18 @@ def scale_of(most):
     nearest = tl.div_rn(most, tl.full(most.shape, _TOP, tl.float32))
     above = (nearest.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
     return tl.where(most > nearest * _REACH, above, nearest)
+
+
+@triton.jit
+def power_of(most):
+    """Exponent + 127 of the least power of two at which numbers up to ``most`` do not saturate.
+
+    Zeros take that of 1; what is too small for float32 takes the least one.
+    """
+    wanted = tl.div_rn(most, tl.full(most.shape, _TOP, tl.float32)).to(tl.int32, bitcast=True)
+    exponent = (wanted >> 23) + ((wanted & 0x7FFFFF) != 0).to(tl.int32)
+    exponent = tl.where(wanted <= 0x400000, 0, exponent)  # up to 2^-127, a subnormal number
+    return tl.where(most == 0.0, 127, exponent).to(tl.uint8)
 
 
 @triton.jit
@@ -27,6 +41,13 @@ def round_rows(x):
     """Codes and scales [M, 1] of whole rows of a tile [M, N]."""
     scale = scale_of(tl.max(tl.abs(x), axis=1)[:, None])
     return codes_of(x, scale), scale
+
+
+@triton.jit
+def round_rows_to_powers(x):
+    """Codes and exponents + 127 [M, 1] of whole rows of a tile [M, N]: scales are powers of two."""
+    power = power_of(tl.max(tl.abs(x), axis=1)[:, None])
+    return codes_of(x, functions.e8m0(power)), power
 
 
 @triton.jit
