@@ -134,6 +134,10 @@ class LoadedModel:
         """What captures the decode steps of this rank."""
         return StepGraphs()
 
+    def launch_by_launch(self) -> None:
+        """Replay no graphs from now on; every rank must do the same before its first step."""
+        self._graphs = None
+
     @property
     def run_notes(self) -> tuple[str, ...]:
         """Lines for the user about what running showed: where it went otherwise than planned."""

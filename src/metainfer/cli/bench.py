@@ -45,6 +45,16 @@ def bench(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="for a module: a size that varies; may be repeated"),
     ] = None,
+    graphs: Annotated[
+        bool, typer.Option(help="replay decode steps on a GPU as CUDA graphs")
+    ] = True,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="measure the plan without its levers, then with each")
+    ] = False,
+    model_argument: Annotated[
+        str | None,
+        typer.Option("--model", help="for --ladder: the model again, if it is a Python file"),
+    ] = None,
     trace: TraceFile = None,
     threads: Threads = 0,
     nproc: Nproc = None,
@@ -57,12 +67,28 @@ def bench(
     """Measure a plan: prefill and decode apart, medians, with prediction and roofline.
 
     Prompts are random and new in each run; every prompt is computed in full, none from a cache. A
-    trace is made of one more run, which does not count.
+    trace is made of one more run, which does not count. The ladder compiles the model again: as
+    plain PyTorch would run it, then with fusion, the plan's kernels, its formats, CUDA graphs and
+    overlap, one after the other.
 
     Example: metainfer bench plans/smollm2-cpu --prompt-tokens 512 --new-tokens 64
     """
     check_plan_path(plan)
     sizes = _read_sizes(size)
+    given = Load(prompt_tokens, new_tokens, batch)
+    if ladder:
+        from metainfer.cli.ladder import Setup, climb
+
+        setup = Setup(
+            model_argument,
+            weights,
+            threads,
+            time_limit,
+            allow_machine_mismatch,
+            allow_checkpoint_mismatch,
+        )
+        climb(plan, given, sizes, repeat, setup, as_json=as_json)
+        return
     if starts_ranks(plan, nproc):
         start_ranks(ctx, plan)
         return
@@ -75,13 +101,14 @@ def bench(
             allow_checkpoint_mismatch=allow_checkpoint_mismatch, num_threads=threads,
             time_limit_s=time_limit,
         )  # fmt: skip
+        if not graphs:
+            model.launch_by_launch()
         with model:
             show_notes(model.notes)
             model.follow()
             if not model.is_leader:
                 return
-            given = _Load(prompt_tokens, new_tokens, batch)
-            found = _measured(model, given, sizes, repeat, show)
+            found = measure_model(model, given, sizes, repeat, show)
             events = _traced(model, given, sizes, show) if trace is not None else []
             show_notes(model.run_notes)
     if as_json:
@@ -94,7 +121,7 @@ def bench(
         save_trace(model, events, trace)
 
 
-class _Load(NamedTuple):
+class Load(NamedTuple):
     """What a language model is measured with."""
 
     prompt_tokens: int
@@ -102,10 +129,21 @@ class _Load(NamedTuple):
     batch: int
 
 
-def _measured(
-    model: "LoadedModel", load: _Load, sizes: dict[str, int], repeat: int,
+def measure_model(
+    model: "LoadedModel", load: Load, sizes: dict[str, int], repeat: int,
     show: Callable[[str], None],
 ) -> "list[Measurement]":  # fmt: skip
+    """Prefill and decode of a language model, or calls of a module.
+
+    Args:
+        model: the model.
+        load: what a language model is measured with.
+        sizes: of a module, those that vary.
+        repeat: runs that count.
+        show: is told how far it is.
+
+    Raises: MetainferError for what the plan does not hold, or sizes of a language model.
+    """
     from metainfer.cli.measure import bench_language_model, bench_module
 
     if not model.is_language_model:
@@ -116,7 +154,7 @@ def _measured(
 
 
 def _traced(
-    model: "LoadedModel", load: _Load, sizes: dict[str, int], show: Callable[[str], None]
+    model: "LoadedModel", load: Load, sizes: dict[str, int], show: Callable[[str], None]
 ) -> "list[TraceEvent]":
     from metainfer.cli.measure import traced_run
 
