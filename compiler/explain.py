@@ -14,6 +14,7 @@ from metainfer.ir.strategy import PHASES
 from metainfer.ir.views import VIEW_OPS
 from metainfer.passes.gains import OPERATORS
 
+PARTLY = "partly measured"
 NO_WEIGHTS = "weights"  # place of the decision that says why there are none
 
 
@@ -28,12 +29,14 @@ class SizeRow:
         sizes: "T<=16", or "all sizes".
         first_seconds: predicted at the smallest size of the row.
         last_seconds: predicted at the largest.
+        basis: where the figures come from; "partly measured" where they come from several places.
     """
 
     kernel: str
     sizes: str
     first_seconds: float
     last_seconds: float
+    basis: str = "analytic"
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,7 @@ def _report(
         body=body,
         source=data["source"],
         kernel=decision["chosen"],
-        table=_table(data["table"]),
+        table=_table(data["table"], data.get("bases", ())),
         crossovers=crossovers_of(data),
         seconds=data["seconds"],
         roofline_seconds=data["roofline_seconds"],
@@ -291,21 +294,28 @@ def _report(
     )
 
 
-def _table(rows: Sequence[Sequence[Any]]) -> tuple[SizeRow, ...]:
+def _table(rows: Sequence[Sequence[Any]], bases: Sequence[str]) -> tuple[SizeRow, ...]:
     """Merge neighbouring sizes with one kernel; the first symbol that varies is the table's."""
     symbol = _varying([env for _, env, _ in rows])
     merged: list[SizeRow] = []
     for number, (kernel, env, seconds) in enumerate(rows):
         is_last = number == len(rows) - 1
         sizes = f"{symbol}<={env[symbol]}" if symbol else "all sizes"
+        first, basis = seconds, bases[number] if bases else "analytic"
         if merged and merged[-1].kernel == kernel:
-            first = merged.pop().first_seconds
-        else:
-            first = seconds
+            before = merged.pop()
+            first = before.first_seconds
+            basis = basis if basis == before.basis else _mixed(basis, before.basis)
         if is_last:
             sizes = "larger" if merged else "all sizes"
-        merged.append(SizeRow(kernel, sizes, first, seconds))
+        merged.append(SizeRow(kernel, sizes, first, seconds, basis))
     return tuple(merged)
+
+
+def _mixed(one: str, other: str) -> str:
+    """What to say of figures of two origins: what both have in common, if they were measured."""
+    first, second = one.partition(",")[0], other.partition(",")[0]
+    return first if first == second else PARTLY
 
 
 def _varying(envs: Sequence[Mapping[str, int]]) -> str:

@@ -338,6 +338,7 @@ def _report(
         "result": op.results[0].name,
         "source": str(op.source or ""),
         "table": [[r.best.kernel.name, dict(r.env), r.cost.seconds] for r in rows],
+        "bases": [r.cost.basis for r in rows],
         "seconds": last.cost.seconds,
         "flops": last.cost.flops,
         "bytes": last.cost.bytes,

@@ -1,4 +1,4 @@
-"""Time of calls: on a GPU captured graphs and CUDA events, on a CPU the clock; medians."""
+"""Time of calls: on a GPU captured graphs and CUDA events, on a CPU rounds; medians."""
 
 import statistics
 import time
@@ -48,19 +48,18 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def clocked_us(calls: Sequence[Call]) -> float:
-    """Median microseconds of one call on this processor, after each ran once."""
-    for call in calls:
-        call()
+def median_us(round_us: Callable[[], float]) -> float:
+    """Median of what rounds on a processor say, after one that does not count.
+
+    Args:
+        round_us: does all calls of a round, and says how long one took.
+    """
+    round_us()
     times: list[float] = []
     begun = time.perf_counter()
     while True:
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        now = time.perf_counter()
-        times.append((now - start) / len(calls))
-        is_enough = len(times) >= _LEAST_ROUNDS and now - begun >= _LEAST_S
-        if is_enough or now - begun >= _MOST_S:
-            break
-    return statistics.median(times) * 1e6
+        times.append(round_us())
+        passed = time.perf_counter() - begun
+        is_enough = len(times) >= _LEAST_ROUNDS and passed >= _LEAST_S
+        if is_enough or passed >= _MOST_S:
+            return statistics.median(times)

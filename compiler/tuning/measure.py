@@ -1,13 +1,14 @@
 """One measurement, in the process that makes it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from metainfer.backends.registry import installed
 from metainfer.compiler.tuning.sample import Sample, Samples
 from metainfer.compiler.tuning.tasks import Task
-from metainfer.runtime.timing import captured_us, clocked_us, events_ms
+from metainfer.runtime.timing import captured_us, events_ms, median_us
 
 
 class Stopwatch:
@@ -34,9 +35,9 @@ class Stopwatch:
         env = dict(task.env)
         with torch.no_grad():
             samples = self._samples.of(task.op, kernel, env)
-            calls = [call for sample in samples for call in _calls(sample)]
             if task.device.kind != "gpu":
-                return clocked_us(calls) * len(calls) / len(samples)
+                return median_us(partial(_round_us, samples))
+            calls = [call for sample in samples for call in _calls(sample)]
             return _on_gpu(calls) * len(calls) / len(samples)
 
     def _set_threads(self) -> None:
@@ -45,6 +46,12 @@ class Stopwatch:
         if self._threads:
             torch.set_num_threads(self._threads)
             set_num_threads(self._threads)
+
+
+def _round_us(samples: Sequence[Sample]) -> float:
+    """Mean time of one of them, without the call that a whole program of kernels shares."""
+    traces = [sample.executor.trace(sample.env) for sample in samples]
+    return sum(group.duration_us for trace in traces for group in trace) / len(samples)
 
 
 def _calls(sample: Sample) -> Sequence[Callable[[], None]]:

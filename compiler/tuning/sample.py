@@ -28,9 +28,11 @@ from metainfer.runtime.workspace import workspace_bytes
 
 PHASE = "call"
 _DRAWN = 1 << 22  # numbers of a weight that are drawn; larger ones repeat them
-_MOST_COPIES = 8
-# So much more than the last cache holds goes by before data are met again.
-_CACHES = 2
+# Weights and states come from memory in a step of a model: so much more of them than the last cache
+# holds goes by before one is met again. Activations were just written; few copies do for groups
+# that stream next to nothing else.
+_CACHES, _MOST_COPIES = 2, 64
+_LITTLE_BYTES, _FEW_COPIES = 64 << 10, 4
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,12 @@ class Samples:
         self._made.clear()
 
     def _copies(self, module: Module, flat: FlatModule, env: Mapping[str, int]) -> int:
-        values = (*flat.inputs, *module.main.weights, *flat.outputs)
-        size = sum(v.tensor.bytes_at(env) for v in values)
+        size = sum(v.tensor.bytes_at(env) for v in module.main.weights)
         for state in flat.states.values():
             size += _pages(env) * state.state.page_size * state.state.entry_bytes()
-        wanted = -(-_CACHES * self._device.l2_bytes // max(size, 1))
-        return max(1, min(wanted, _MOST_COPIES))
+        if size < _LITTLE_BYTES:
+            return _FEW_COPIES
+        return max(1, min(-(-_CACHES * self._device.l2_bytes // size), _MOST_COPIES))
 
     def _sample(
         self, module: Module, flat: FlatModule, env: Mapping[str, int], number: int

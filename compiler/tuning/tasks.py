@@ -24,6 +24,7 @@ from metainfer.passes.candidates import (
     sample_sizes,
     strided_of,
 )
+from metainfer.passes.fuse import fuse
 from metainfer.passes.regroup import smaller_groups
 from metainfer.passes.select import inline_group
 from metainfer.passes.target import Report, Target
@@ -121,7 +122,8 @@ def strategy_of(data: Mapping[str, Any]) -> Strategy:
 def met_in(module: Module, target: Target) -> Iterator[Met]:
     """The groups of a module that run by a kernel on one device, each followed by its parts.
 
-    A group competes with its parts: both must be known, or the unknown one wins by a guess.
+    A group competes with its parts: both must be known, or the unknown one wins by a guess. For the
+    same reason groups that the compiler split, and that rules form again, come last.
     """
     calls = {"main": 1}
     for call in module.calls():
@@ -134,6 +136,22 @@ def met_in(module: Module, target: Target) -> Iterator[Met]:
                 plain = replace(op, choices=(), source=None, after=(), stream=0)
                 yield Met(plain, strided, calls.get(graph.name, 0), op.choices)
                 yield from _parts(plain, graph, strided, target, module.limits())
+    yield from _wholes(module, target)
+
+
+def _wholes(module: Module, target: Target) -> Iterator[Met]:
+    """Groups that rules make of a compiled module's ops: those that were split, for one."""
+    bare = replace(
+        module,
+        graphs=tuple(
+            replace(g, ops=tuple(replace(op, choices=()) for op in g.ops)) for g in module.graphs
+        ),
+    )
+    for before, graph in zip(bare.graphs, fuse(bare, target).graphs, strict=True):
+        known, strided = set(before.ops), strided_of(before)
+        for op in graph.ops:
+            if op.body is not None and op not in known and not meets(op):
+                yield Met(replace(op, source=None, after=(), stream=0), strided, 0)
 
 
 def _parts(

@@ -13,7 +13,7 @@ from metainfer.backends.registry import installed
 from metainfer.compiler.explain import group_reports
 from metainfer.compiler.tuning.measure import Stopwatch
 from metainfer.compiler.tuning.sample import step_of
-from metainfer.compiler.tuning.tasks import tasks_of
+from metainfer.compiler.tuning.tasks import met_in, targets_of, tasks_of
 from metainfer.compiler.tuning.tune import Wanted, tune
 from metainfer.compiler.tuning.tuned_file import read_sections, write_sections
 from metainfer.compiler.tuning.worker import TaskFailed, Worker
@@ -22,6 +22,7 @@ from metainfer.ir.errors import PlanError, TuningError
 from metainfer.ir.plan import Plan
 from metainfer.models.decoder import decoder_spec
 from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
+from metainfer.passes.candidates import kind_of
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,22 @@ def test_every_candidate_of_a_plan_can_be_timed(plan: Plan) -> None:
         if (task.group, task.kernel) not in seen:
             seen.add((task.group, task.kernel))
             assert 0 < watch(task) < 1e6, task.kernel
+
+
+def test_groups_that_were_split_and_parts_of_groups_are_met_too(plan: Plan) -> None:
+    """What is not in the plan may be the cheaper one: guesses must not win over measurements."""
+    split = metainfer.compile(
+        nn.Sequential(nn.Linear(8, 8), nn.GELU()), example_inputs=(torch.randn(3, 8),)
+    )
+    ((target, module),) = targets_of(split, installed())
+    assert [op.name for op in module.main.ops] == ["linear", "gelu"]
+    assert [(kind_of(m.op), m.calls) for m in met_in(module, target)] == [
+        ("linear", 1), ("gelu", 1), ("linear_gelu", 0),
+    ]  # fmt: skip
+    target, module = next(targets_of(plan, installed()))
+    kinds = [(kind_of(m.op), bool(m.calls)) for m in met_in(module, target)]
+    assert ("rope_kv_write", True) in kinds
+    assert {("rope", False), ("kv_write", False)} <= set(kinds)
 
 
 def test_a_sampled_step_is_one_that_an_engine_could_make() -> None:

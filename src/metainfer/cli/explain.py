@@ -251,7 +251,8 @@ def _next_text(group: "GroupReport") -> str:
 def _size_text(row: "SizeRow") -> str:
     first, last = show_seconds(row.first_seconds), show_seconds(row.last_seconds)
     span = first if first == last else f"{first} to {last}"
-    return f"{row.sizes} {row.kernel} ({span})"
+    basis = f", {row.basis}" if "measured" in row.basis else ""
+    return f"{row.sizes} {row.kernel} ({span}{basis})"
 
 
 def _line(label: str, text: str) -> None:
