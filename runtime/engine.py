@@ -8,9 +8,10 @@ import numpy as np
 
 from metainfer.ir.errors import MetainferError
 from metainfer.runtime.chat import Message, encode_chat
+from metainfer.runtime.device_sampling import draw_of
 from metainfer.runtime.replicas import Replicas, Round
 from metainfer.runtime.requests import Clock, Completion, Piece, Request
-from metainfer.runtime.runner import StepRunner
+from metainfer.runtime.runner import SamplingRunner, StepRunner
 from metainfer.runtime.sampling import SamplingParams, sample
 from metainfer.runtime.scheduler import PoolCapacity
 from metainfer.runtime.tokenizer import Tokenizer
@@ -203,22 +204,31 @@ class Engine:
     def _run(self, todo: Round) -> tuple[Request, ...]:
         for chunk in todo.chunks:
             chunk.request.start()
-        logits = self._replicas.run(todo)
         sampled = tuple(c.request for c in todo.chunks if c.is_sampled)
+        ids = self._chosen(todo, sampled)
         for chunk in todo.chunks:
             chunk.request.computed = chunk.end
+        for request, token in zip(sampled, ids.tolist(), strict=True):
+            request.accept(token, self.end_ids)
+        return sampled
+
+    def _chosen(self, todo: Round, sampled: Sequence[Request]) -> np.ndarray:
+        """Execute a step; a token for each request that gets one."""
+        names = [f"request {r.number}" for r in sampled]
+        runner = self.runner
+        if isinstance(runner, SamplingRunner) and runner.samples_on_device:
+            draws = [draw_of(r.params, r.noise) for r in sampled]
+            return self._replicas.run_sampled(runner, todo, draws, names)
+        logits = self._replicas.run(todo)
         if not sampled:
-            return ()
+            return np.empty(0, np.int64)
         wanted = (len(sampled), self.runner.vocab_size)
         if logits.shape != wanted:
             raise MetainferError(
                 f"the runner returned logits of shape {list(logits.shape)}, wanted {list(wanted)}",
                 origin=f"{todo.phase} step of plan {self.plan_hash}",
             )
-        ids = sample(logits, [r.params for r in sampled], [r.generator for r in sampled])
-        for request, token in zip(sampled, ids.tolist(), strict=True):
-            request.accept(token, self.end_ids)
-        return sampled
+        return sample(logits, [r.params for r in sampled], [r.noise for r in sampled], names)
 
     def _fail(self, request: Request, error: BaseException) -> None:
         # A request can have ended in this very step, before another one failed.

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from metainfer.backends.registry import Backends
+from metainfer.backends.triton.sampling import Draw
 from metainfer.hardware.machine import Machine
 from metainfer.ir.arena import plan_arena
 from metainfer.ir.errors import CapacityError, TypeMismatch
@@ -17,6 +18,7 @@ from metainfer.ir.graph import Module, Value
 from metainfer.ir.interpret import unify
 from metainfer.ir.plan import Plan
 from metainfer.ir.verify import verify_module
+from metainfer.runtime.device_sampling import DeviceSampler
 from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
 from metainfer.runtime.graphs import Step, StepGraphs, bucket
 from metainfer.runtime.legality import check_kernels
@@ -65,6 +67,9 @@ class LoadedModel:
         is_gpu = self._storage.device.type == "cuda"
         self._graphs: StepGraphs | None = self._captures() if is_gpu else None
         self._readback = Readback(self._storage.device)
+        # Logits of other ranks come to the leader's host; without Triton they come there, too.
+        has_triton = is_gpu and machine.device(0).has("triton")
+        self._sampler = DeviceSampler(self._storage.device) if has_triton and not ranks else None
 
     @property
     def is_language_model(self) -> bool:
@@ -84,15 +89,38 @@ class LoadedModel:
         next run.
         Raises: CapacityError if the step is larger than the plan's.
         """
+        return self._readback.numbers(self._logits(phase, tokens, step))
+
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether tokens are chosen where the logits lie."""
+        return self._sampler is not None
+
+    def run_sampled(
+        self,
+        phase: str,
+        tokens: np.ndarray,
+        step: Mapping[str, np.ndarray],
+        draws: Sequence[Draw],
+        names: Sequence[str],
+    ) -> np.ndarray:
+        """Run one step and choose its tokens (`runtime.runner.SamplingRunner`)."""
+        assert self._sampler is not None
+        return self._sampler.ids(self._logits(phase, tokens, step), draws, names)
+
+    def _logits(
+        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
+    ) -> torch.Tensor:
+        """Run one step; its logits where they lie, valid until the next run."""
         if phase == "decode" and self._graphs is not None:
             return self._replayed(self._graphs, tokens, step)
         executor, env = self._prepare(phase, tokens, step)
         executor.run(env)
-        return self._readback.numbers(executor.output(0, env))
+        return executor.output(0, env)
 
     def _replayed(
         self, graphs: StepGraphs, tokens: np.ndarray, step: Mapping[str, np.ndarray]
-    ) -> np.ndarray:
+    ) -> torch.Tensor:
         """A decode step as one graph of its bucket of sizes; padded rows are cut off again."""
         rows = len(step["sample_rows"])
         tokens, step = self._in_bucket(tokens, step)
@@ -100,7 +128,7 @@ class LoadedModel:
         self._storage.set_step({**step, TOKENS: tokens})
         made = graphs.step(env, lambda: self._capturable(env))
         graphs.run(env)
-        return self._readback.numbers(made.outputs[0][:rows])
+        return made.outputs[0][:rows]
 
     def _in_bucket(
         self, tokens: np.ndarray, step: Mapping[str, np.ndarray]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from metainfer.backends.triton.sampling import Draw
 from metainfer.runtime.requests import Request
-from metainfer.runtime.runner import ReplicaRunner, StepRunner
+from metainfer.runtime.runner import ReplicaRunner, SamplingRunner, StepRunner
 from metainfer.runtime.scheduler import (
     Batch,
     Chunk,
@@ -124,6 +125,20 @@ class Replicas:
         if len(kept) == 1:
             return kept[0]
         return np.concatenate(kept) if kept else np.empty((0, self._runner.vocab_size), np.float32)
+
+    def run_sampled(
+        self, runner: SamplingRunner, round_: Round, draws: Sequence[Draw], names: Sequence[str]
+    ) -> np.ndarray:
+        """Execute a step of the one replica there is; the tokens that its runner chose.
+
+        Where no prompt is complete its last row is sampled, and left out here.
+        """
+        (batch,), (scheduler,) = round_.batches, self.schedulers
+        assert batch is not None
+        tokens, step = build_step(batch, scheduler.pages)
+        idle_rows = [Draw()] * (len(step["sample_rows"]) - len(draws))
+        ids = runner.run_sampled(round_.phase, tokens, step, [*draws, *idle_rows], names)
+        return ids[: len(draws)]
 
 
 def alike(steps: Sequence[Given | None]) -> list[Given]:

@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
+from metainfer.runtime.noise import Noise
 from metainfer.runtime.sampling import SamplingParams, StopMatcher
 from metainfer.runtime.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -139,12 +138,12 @@ class Request:
     error: BaseException | None = None
     is_cancelled: bool = False
     prompt_tokens: int = field(init=False)
-    generator: np.random.Generator = field(init=False)
+    noise: Noise = field(init=False)
 
     def __post_init__(self) -> None:
         """Start the random numbers and the text."""
         self.prompt_tokens = len(self.tokens)
-        self.generator = self.params.generator()
+        self.noise = self.params.noise()
         self._answer = _Answer(self.tokenizer, self.params.stop)
         self._submitted: float | None = None
         self._started: float | None = None

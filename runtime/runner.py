@@ -5,6 +5,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from metainfer.backends.triton.sampling import Draw
+
 
 class StepRunner(Protocol):
     """Executes steps of a language model and keeps its paged states.
@@ -36,6 +38,39 @@ class StepRunner(Protocol):
             step: fields of `metainfer.ir.step`, int32.
 
         Shapes: tokens int32 [T] -> logits float32 [R, V].
+        """
+        ...
+
+
+@runtime_checkable
+class SamplingRunner(StepRunner, Protocol):
+    """A step runner that can choose tokens where the logits lie.
+
+    Attributes:
+        samples_on_device: whether it does.
+    """
+
+    samples_on_device: bool
+
+    def run_sampled(
+        self,
+        phase: str,
+        tokens: np.ndarray,
+        step: Mapping[str, np.ndarray],
+        draws: Sequence[Draw],
+        names: Sequence[str],
+    ) -> np.ndarray:
+        """Execute one step and choose a token for each sampled row; only ids come to the host.
+
+        Args:
+            phase: as `run`.
+            tokens: as `run`.
+            step: as `run`.
+            draws: how each row's token is drawn.
+            names: of the sequences, for messages; may be fewer than the rows.
+
+        Shapes: tokens int32 [T] -> ids int64 [R].
+        Raises: MetainferError if a row's logits are not finite.
         """
         ...
 

@@ -1,4 +1,10 @@
-"""Chooses the next token of each sequence, and finds where a text must stop."""
+"""Chooses the next token of each sequence, and finds where a text must stop.
+
+A token is drawn by a race (`runtime.noise`): of those that the filters keep, the one with the least
+exponential number over its weight wins. The noise depends on the request's seed, on how many tokens
+were drawn before and on the token: so the same seed gives the same text on the host and on a GPU
+(`backends.triton.sampling`), up to tokens whose race is closer than float32 tells.
+"""
 
 # R rows to sample, V tokens of the vocabulary, C candidates of a row (best first)
 
@@ -10,6 +16,7 @@ import numpy as np
 import torch
 
 from metainfer.ir.errors import MetainferError
+from metainfer.runtime.noise import Noise, all_exponentials, exponentials
 
 # More than top_p = 0.9 keeps of a language model's distribution as a rule.
 _FIRST_CANDIDATES = 256
@@ -26,7 +33,7 @@ class SamplingParams:
         top_p: keep the fewest most likely tokens whose probabilities reach this sum.
         top_k: keep that many most likely tokens; 0 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one.
-        seed: of the request's own generator; None takes one from the system.
+        seed: of the request's own noise; None takes one from the system.
         max_tokens: most tokens to generate.
         stop: texts that end the answer and are not part of it.
 
@@ -61,9 +68,9 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
 
-    def generator(self) -> np.random.Generator:
-        """Make the request's own source of random numbers."""
-        return np.random.Generator(np.random.PCG64(self.seed))
+    def noise(self) -> Noise:
+        """Make the request's own source of noise."""
+        return Noise(self.seed)
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -78,60 +85,100 @@ def _require(holds: bool, name: str, value: object, wanted: str) -> None:
 def sample(
     logits: torch.Tensor | np.ndarray,
     params: Sequence[SamplingParams],
-    generators: Sequence[np.random.Generator],
+    noises: Sequence[Noise],
+    names: Sequence[str] = (),
 ) -> np.ndarray:
     """Choose one token for each row.
 
     Equal logits count as ordered by index, lower first. A row that is not greedy takes exactly one
-    number from its generator, and its token does not depend on the other rows.
+    draw from its noise, and its token does not depend on the other rows.
+
+    Args:
+        logits: a row for each sequence.
+        params: of each.
+        noises: of each.
+        names: of each, for messages.
 
     Shapes: logits [R, V] -> int64 [R].
     Raises: MetainferError if the counts differ, or a row has no finite largest logit.
     """
     x_RV = torch.from_numpy(logits) if isinstance(logits, np.ndarray) else logits
-    if not x_RV.ndim == 2 or not len(x_RV) == len(params) == len(generators):
+    if not x_RV.ndim == 2 or not len(x_RV) == len(params) == len(noises):
         raise MetainferError(
             f"logits of shape {list(x_RV.shape)} for {len(params)} params "
-            f"and {len(generators)} generators",
-            advice="give one row, one SamplingParams and one generator for each sequence",
+            f"and {len(noises)} sources of noise",
+            advice="give one row, one SamplingParams and one source of noise for each sequence",
         )
     if isinstance(logits, np.ndarray) and all(p.is_greedy for p in params):
-        return _greedy(logits)
+        return _greedy(logits, names)
     # Adding 0 turns -0.0 into 0.0, so that equal logits are equal as bits too.
     x_RV = x_RV.to(torch.float32) + 0.0
     best_R = x_RV.argmax(dim=1)
-    _check_finite(x_RV.gather(1, best_R[:, None])[:, 0])
+    check_finite(x_RV.gather(1, best_R[:, None])[:, 0], names)
     ids = best_R.cpu().numpy().copy()
     for rows in _groups(params):
-        draws = np.array([generators[r].random() for r in rows])
-        draws_R = torch.from_numpy(draws).to(x_RV.device)
-        chosen = _draw(x_RV[rows], [params[r] for r in rows], draws_R)
+        race = _Race([noises[r] for r in rows])
+        chosen = _draw(x_RV[rows], [params[r] for r in rows], race)
         ids[rows] = chosen.cpu().numpy()
     return ids
 
 
-def _greedy(logits_RV: np.ndarray) -> np.ndarray:
+class _Race:
+    """One draw of each of some rows."""
+
+    def __init__(self, noises: Sequence[Noise]) -> None:
+        self._keys_R1 = np.array([[n.key] for n in noises], np.uint64)
+        self._positions_R1 = np.array([[n.take()] for n in noises], np.int64)
+
+    def rows(self, rows: torch.Tensor) -> "_Race":
+        """The same draws of some of the rows."""
+        part, at = _Race([]), rows.cpu().numpy()
+        part._keys_R1, part._positions_R1 = self._keys_R1[at], self._positions_R1[at]
+        return part
+
+    def winners(self, weights_RC: torch.Tensor, tokens_RC: torch.Tensor | None) -> torch.Tensor:
+        """Place of the token that wins in each row; of all of them in order without ``tokens``.
+
+        Shapes: [R, C] -> int64 [R].
+        """
+        if tokens_RC is None:
+            noise = all_exponentials(self._keys_R1, self._positions_R1, weights_RC.shape[1])
+        else:
+            noise = exponentials(self._keys_R1, self._positions_R1, tokens_RC.cpu().numpy())
+        noise_RC = torch.from_numpy(noise).to(weights_RC.device)
+        # The quotient is infinite where the weight is 0.
+        return (noise_RC / weights_RC).argmin(dim=1)
+
+
+def _greedy(logits_RV: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """Largest of each row, ties to the lower index; numpy's scan needs no thread team."""
     best_R = logits_RV.argmax(axis=1)
-    _check_finite(torch.from_numpy(np.take_along_axis(logits_RV, best_R[:, None], axis=1)[:, 0]))
+    best = np.take_along_axis(logits_RV, best_R[:, None], axis=1)[:, 0]
+    check_finite(torch.from_numpy(best), names)
     return best_R.astype(np.int64)
 
 
-def _check_finite(best_R: torch.Tensor) -> None:
+def check_finite(best_R: torch.Tensor, names: Sequence[str]) -> None:
+    """Refuse rows without a finite largest logit.
+
+    Args:
+        best_R: the largest logit of each row, NaN where one is NaN.
+        names: of the sequences, () for none.
+
+    Raises: MetainferError naming the first such row.
+    """
     bad = (~torch.isfinite(best_R)).nonzero()
     if len(bad):
         row = int(bad[0, 0])
+        whose = f" ({names[row]})" if row < len(names) else ""
         raise MetainferError(
-            f"the logits of row {row} are not finite: the largest is {float(best_R[row])}",
+            f"the logits of row {row}{whose} are not finite: the largest is {float(best_R[row])}",
             advice="the model's weights or its arithmetic overflow: run `metainfer verify`",
         )
 
 
 def _groups(params: Sequence[SamplingParams]) -> list[list[int]]:
-    """Part the rows that draw by what they need: no order, their top k in order, or a full order.
-
-    The order decides which token a random number falls on, so it may depend on the row only.
-    """
+    """Part the rows that draw by what they need: no order, their top k in order, or all in order."""
     drawing = [r for r, p in enumerate(params) if not p.is_greedy]
     plain = [r for r in drawing if _is_plain(params[r])]
     limited = [r for r in drawing if params[r].top_k > 0]
@@ -143,22 +190,22 @@ def _is_plain(params: SamplingParams) -> bool:
     return params.top_k == 0 and params.top_p == 1 and params.min_p == 0
 
 
-def _draw(x_RV: torch.Tensor, params: list[SamplingParams], draws_R: torch.Tensor) -> torch.Tensor:
-    """Choose one token for each row of one group. Shapes: [R, V], float64 [R] -> int64 [R]."""
+def _draw(x_RV: torch.Tensor, params: list[SamplingParams], race: _Race) -> torch.Tensor:
+    """Choose one token for each row of one group. Shapes: [R, V] -> int64 [R]."""
     if _is_plain(params[0]):
-        return _invert(_weights(x_RV, params), draws_R)
+        return race.winners(_weights(x_RV, params), None)
     width, limit = x_RV.shape[1], max(p.top_k for p in params)
     if limit:
-        return _draw_ordered(x_RV, None, params, draws_R, min(limit, width))[0]
+        return _draw_ordered(x_RV, None, params, race, min(limit, width))[0]
     # The tokens that top_p and min_p keep are few as a rule: order the first ones, and all only
     # for rows whose last ordered token is still kept. Either way gives the same token.
     totals_R1 = _weights(x_RV, params).cumsum(dim=1)[:, -1:]
     count = min(_FIRST_CANDIDATES, width)
-    chosen_R, open_R = _draw_ordered(x_RV, totals_R1, params, draws_R, count)
+    chosen_R, open_R = _draw_ordered(x_RV, totals_R1, params, race, count)
     rows = open_R.nonzero()[:, 0]
     if count < width and len(rows):
-        rest = [params[int(r)] for r in rows]
-        chosen_R[rows] = _draw_ordered(x_RV[rows], totals_R1[rows], rest, draws_R[rows], width)[0]
+        rest, again = [params[int(r)] for r in rows], race.rows(rows)
+        chosen_R[rows] = _draw_ordered(x_RV[rows], totals_R1[rows], rest, again, width)[0]
     return chosen_R
 
 
@@ -173,7 +220,7 @@ def _draw_ordered(
     x_RV: torch.Tensor,
     totals_R1: torch.Tensor | None,
     params: list[SamplingParams],
-    draws_R: torch.Tensor,
+    race: _Race,
     count: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose among the ``count`` most likely tokens of each row.
@@ -182,22 +229,8 @@ def _draw_ordered(
     """
     index_RC = _ordered(x_RV, count)
     weights_RC = _filter(_weights(x_RV.gather(1, index_RC), params), totals_R1, params)
-    place_R1 = _invert(weights_RC, draws_R)[:, None]
+    place_R1 = race.winners(weights_RC, index_RC)[:, None]
     return index_RC.gather(1, place_R1)[:, 0], weights_RC[:, -1] > 0
-
-
-def _invert(weights_RC: torch.Tensor, draws_R: torch.Tensor) -> torch.Tensor:
-    """Return the place of each row at which its draw falls. Shapes: [R, C], [R] -> int64 [R].
-
-    Sums are taken by cumsum alone: its partial sums do not depend on the candidates that follow,
-    so that a row gets the same token whatever the number of candidates of its group is.
-    """
-    sums_RC = weights_RC.cumsum(dim=1)
-    targets_R1 = draws_R[:, None] * sums_RC[:, -1:]
-    place_R1 = torch.searchsorted(sums_RC, targets_R1, right=True)
-    # Rounding can put a target on the total itself: take the last candidate that is possible.
-    last_R1 = (sums_RC < sums_RC[:, -1:]).sum(dim=1, keepdim=True)
-    return torch.minimum(place_R1, last_R1)[:, 0]
 
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:

@@ -36,12 +36,12 @@ class Mix:
 
 def alone(asked: Asked) -> tuple[str, list[int], str]:
     """Text, tokens and finish reason of a request, by the definition."""
-    params, generator = asked.params, asked.params.generator()
+    params, noise = asked.params, asked.params.noise()
     tokens: list[int] = []
     text = ""
     while len(tokens) < params.max_tokens:
         logits = hash_logits([*asked.prompt, *tokens], len(LETTERS))
-        token = int(sample(logits[None], [params], [generator])[0])
+        token = int(sample(logits[None], [params], [noise])[0])
         tokens.append(token)
         if token == END_ID:
             return text, tokens, "stop"
