@@ -178,7 +178,7 @@ def check_finite(best_R: torch.Tensor, names: Sequence[str]) -> None:
 
 
 def _groups(params: Sequence[SamplingParams]) -> list[list[int]]:
-    """Part the rows that draw by what they need: no order, their top k in order, or all in order."""
+    """Part the rows that draw by what they need: no order, their top k in order, or a whole one."""
     drawing = [r for r, p in enumerate(params) if not p.is_greedy]
     plain = [r for r in drawing if _is_plain(params[r])]
     limited = [r for r in drawing if params[r].top_k > 0]
