@@ -22,6 +22,7 @@ from metainfer.ir.plan import Plan
 from metainfer.runtime.load import check_machine
 
 TASK_LIMIT_S = 120.0
+_STEP_US = 1e-3
 Progress = Callable[[str], None]
 
 
@@ -32,7 +33,7 @@ class Wanted:
     Attributes:
         phase: only of this phase; "" for all.
         group: only of groups whose kind or kernel matches this shell pattern; "" for all.
-        limit_s: how long measuring may go on; 0 for as long as it takes.
+        limit_s: after how long no further group is begun; 0 for as long as it takes.
         threads: of the processor; 0 for as many as the plan's device has cores.
         task_limit_s: how long one measurement may take, its compiling included.
     """
@@ -147,15 +148,19 @@ def tune(
 def _measure(
     pending: Sequence[Task], book: _Book, worker: Worker, limit_s: float, progress: Progress
 ) -> int:
-    begun, done = time.monotonic(), 0
+    begun, done, group = time.monotonic(), 0, ""
     for number, task in enumerate(pending, start=1):
         if book.knows(task):
             continue  # it failed at another size meanwhile
-        if limit_s and time.monotonic() - begun > limit_s:
+        # A group that is measured by half would be decided by guesses against measurements.
+        is_late = bool(limit_s) and time.monotonic() - begun > limit_s
+        if done and is_late and task.group != group:
             break
+        group = task.group
         progress(f"{number} of {len(pending)}: {task.kernel} at {task.sizes}")
         try:
-            book.add(task, float(f"{worker.measure(task):.4g}"))
+            # A clock that saw nothing pass saw less than its own step.
+            book.add(task, float(f"{max(worker.measure(task), _STEP_US):.4g}"))
         except TaskFailed as failure:
             book.add(task, f"{FAILED}{failure}")
             book.failed.append((task, str(failure)))

@@ -7,9 +7,19 @@ import pytest
 import triton
 
 import metainfer
+from metainfer.backends.kernel import Query
+from metainfer.backends.registry import installed
 from metainfer.backends.triton import cross
 from metainfer.compiler.explain import group_reports
-from metainfer.compiler.kernels import check_launch, check_plan, planned_launches, sources_of
+from metainfer.compiler.kernels import (
+    check_launch,
+    check_plan,
+    planned_launches,
+    sources_of,
+    tuned_launches,
+)
+from metainfer.compiler.tuning.keys import device_key, key_of
+from metainfer.compiler.tuning.tuned_file import Section
 from metainfer.hardware.load import load_machine
 from metainfer.ir.plan import Plan
 from metainfer.ir.printer import print_module
@@ -72,6 +82,36 @@ def test_a_card_with_less_shared_memory_is_told_apart(plan: Plan) -> None:
     refused = check_launch(product, unknown)
     assert refused.resources is None
     assert "Triton does not compile for rtx_6000d (sm_1)" in refused.faults
+
+
+def test_a_planted_wrong_expectation_fails(plan: Plan) -> None:
+    product = next(p for p in planned_launches(plan) if p.launch.matrix == "bf16")
+    planted = replace(product, launch=replace(product.launch, matrix="mxf8"))
+    faults = check_launch(planted, XPCIE).faults
+    assert faults.startswith("wanted a matrix instruction for block-scaled mxf8, got bf16 (mma.")
+
+
+def test_tuned_entries_are_held_against_the_card_too(plan: Plan) -> None:
+    """Another tile may be chosen by a tuned file than the one that the plan names."""
+    ops = [op for graph in plan.module("decode").graphs for op in graph.ops if op.choices]
+    group = next(op for op in ops if op.name == "linear")
+    others = {"triton.linear_int4_m128", "triton.linear_int8_m128"}
+    assert not others & {p.kernel for p in planned_launches(plan) if p.phase == "decode"}
+    (other,) = [
+        name for name in others
+        if not replace(installed().kernels.get(name), fits=None).refusals(Query(group, XPCIE, {}))
+    ]  # fmt: skip
+    figures: dict[str, float | str] = {"T=1": 3.0, "T=8": "failed: it was slow"}
+    section = Section(
+        device_key(XPCIE), {}, groups={key_of(group).text: {other: figures, "cuda.linear_bf16": {}}}
+    )
+    added = list(tuned_launches(plan, [section]))
+    assert {(p.kernel, p.size) for p in added} == {(other, "T=1")}
+    assert not [c.faults for c in check_plan(plan, [section]) if c.faults]
+    small = replace(XPCIE, smem_per_block_bytes=4096)
+    assert "of shared memory, 4,096 are there" in check_launch(added[0], small).faults
+    elsewhere = replace(section, device={**section.device, "processors": 1})
+    assert not list(tuned_launches(plan, [elsewhere]))
 
 
 def test_sources_are_those_that_run(plan: Plan) -> None:

@@ -1,16 +1,19 @@
 """The tuner: what it measures, that it survives what it measures, and what follows from it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from tuning_watches import crashing, planted
+from tuning_watches import crashing, planted, steady
 
 import metainfer
 from metainfer.backends.registry import installed
 from metainfer.compiler.explain import group_reports
+from metainfer.compiler.tuning import tune as tune_module
+from metainfer.compiler.tuning.choose import file_for
 from metainfer.compiler.tuning.measure import Stopwatch
 from metainfer.compiler.tuning.sample import step_of
 from metainfer.compiler.tuning.tasks import met_in, targets_of, tasks_of
@@ -100,16 +103,27 @@ def test_a_sampled_step_is_one_that_an_engine_could_make() -> None:
 
 
 def test_a_worker_outlives_what_it_measures() -> None:
-    worker = Worker(crashing, limit_s=2.0)
+    worker = Worker(crashing, limit_s=30.0)
     try:
         for task, said in (
             ("refuse", "the compiler refuses: at line 3"), ("raise", "ValueError: no such"),
-            ("crash", "it ended the process by signal 6"), ("hang", "not done after 2 s"),
+            ("crash", "it ended the process by signal 6"),
         ):  # fmt: skip
             with pytest.raises(TaskFailed) as caught:
                 worker.measure(task)
             assert str(caught.value) == said
             assert worker.measure("well") == 2.5
+    finally:
+        worker.close()
+
+
+@pytest.mark.thorough
+def test_a_worker_that_hangs_is_ended() -> None:
+    worker = Worker(crashing, limit_s=5.0)
+    try:
+        with pytest.raises(TaskFailed, match="not done after 5 s"):
+            worker.measure("hang")
+        assert worker.measure("well") == 2.5
     finally:
         worker.close()
 
@@ -188,6 +202,40 @@ def test_no_group_of_that_name(small: Plan, tmp_path: Path) -> None:
         tune(small, tmp_path / "t.json", Wanted(group="attention"))
     assert "groups: exp, relu" in caught.value.advice
     assert not (tmp_path / "t.json").exists()
+
+
+def test_a_group_that_is_begun_is_measured_whole(small: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    found = tune(small, path, Wanted(limit_s=1e-9), make=steady)
+    (section,) = read_sections(path)
+    ((_, kernels),) = section.groups.items()
+    assert {len(sizes) for sizes in kernels.values()} == {3}
+    assert found.left == len(found.tasks) - found.measured > 0
+
+
+def test_another_gpu_than_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is called: its number of processors and its shared memory decide."""
+    plan = metainfer.compile(
+        Rectified(), load_machine("1xh200"), example_inputs=(torch.randn(3, 16),)
+    )
+    monkeypatch.setattr(tune_module, "check_machine", lambda machine: None)
+    other = load_machine("8xpcie")
+    monkeypatch.setattr(tune_module, "detect_machine", lambda kind, count: other)
+    with pytest.raises(TuningError, match="the plan is for another GPU") as caught:
+        tune(plan, tmp_path / "t.json")
+    assert "processors: 156, the plan's device has 132" in caught.value.text
+    assert caught.value.exit_code == 2
+
+
+def test_the_file_beside_a_machine_is_taken_unasked(tmp_path: Path) -> None:
+    machine = replace(load_machine("cpu"), path=str(tmp_path / "box.toml"))
+    assert file_for("", machine) is None
+    beside = tmp_path / "box.tuned.json"
+    beside.write_text("{}")
+    assert file_for("", machine) == beside
+    assert file_for("none", machine) is None
+    with pytest.raises(TuningError, match="the tuned file is damaged at schema"):
+        metainfer.compile(Rectified(), machine, example_inputs=(torch.randn(3, 16),))
 
 
 def test_a_machine_that_is_not_here(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def tune(
         str, typer.Option(metavar="PATTERN", help="only groups of this kind, or this kernel")
     ] = "",
     time_limit: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="stop then, 0 for never")
+        float, typer.Option(min=0.0, metavar="SECONDS", help="begin no group after that, 0: all")
     ] = 0.0,
     threads: Threads = 0,
     as_json: Json = False,
