@@ -5,7 +5,7 @@ through different kernels: prefill in the largest steps, prefill in steps whose 
 sampled, and decode of several sequences at once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,13 +170,29 @@ class Comparison:
     reference_perplexity: float | None
 
 
-def compare(walk: Walk, plan: StepRunner, reference: StepRunner) -> Comparison:
-    """Run both models over a walk, step by step beside each other."""
+# Phase, tokens and step record of a step whose logits are not finite.
+Refuse = Callable[[str, np.ndarray, Mapping[str, np.ndarray]], None]
+
+
+def compare(
+    walk: Walk, plan: StepRunner, reference: StepRunner, refuse: Refuse | None = None
+) -> Comparison:
+    """Run both models over a walk, step by step beside each other.
+
+    Args:
+        walk: the steps.
+        plan: what is measured.
+        reference: what it is held against.
+        refuse: called with a step of the plan whose logits are not finite, to raise.
+    """
     divergences: list[np.ndarray] = []
     agreed, difference = 0, 0.0
     losses: list[tuple[float, float]] = []
     for step in walk.steps:
-        found, wanted = _logits(plan, step, walk), _logits(reference, step, walk)
+        found = _logits(plan, step, walk)
+        if refuse is not None and not np.isfinite(found).all():
+            refuse(step.phase, step.tokens, _record(plan, step, walk))
+        wanted = _logits(reference, step, walk)
         log_p, log_q = log_softmax(found), log_softmax(wanted)
         divergences.append(divergence(log_q, log_p))
         agreed += int(np.sum(found.argmax(axis=1) == wanted.argmax(axis=1)))
@@ -202,9 +218,12 @@ def compare(walk: Walk, plan: StepRunner, reference: StepRunner) -> Comparison:
 
 
 def _logits(model: StepRunner, step: Step, walk: Walk) -> np.ndarray:
-    most_pages = -(-walk.longest // model.page_size)
-    record: Mapping[str, np.ndarray] = step.record(model.page_size, most_pages)
+    record = _record(model, step, walk)
     return model.run(step.phase, step.tokens, record).astype(np.float64)
+
+
+def _record(model: StepRunner, step: Step, walk: Walk) -> Mapping[str, np.ndarray]:
+    return step.record(model.page_size, -(-walk.longest // model.page_size))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

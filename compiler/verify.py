@@ -5,6 +5,7 @@ A language model is held against its own float32 plan; any other module against 
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from metainfer.backends.torch.tensors import to_torch
 from metainfer.compiler.api import compile as compile_plan
+from metainfer.compiler.finite import refuse_not_finite
 from metainfer.compiler.interpreted import tiny_error
 from metainfer.compiler.perplexity import DEFAULT_TEXT, Comparison, compare, walks
 from metainfer.compiler.sources import resolve_model
@@ -150,7 +152,7 @@ def verify(
     for walk in walks(ids, loaded.max_tokens, loaded.max_sequences, window):
         progress(walk.name)
         _check_room(loaded, len(walk.steps[-1].sequences), walk.longest)
-        found.append(compare(walk, loaded, held))
+        found.append(compare(walk, loaded, held, partial(refuse_not_finite, loaded)))
     allowed = default_limit(plan) if limit is None else limit
     progress("interpreting the tiny form")
     errors = _tiny_errors(plan, spec)

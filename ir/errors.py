@@ -84,6 +84,10 @@ class TuningError(MetainferError):
     """A file of measured times that is damaged, or a machine on which none can be made."""
 
 
+class CompileFailure(MetainferError):
+    """A kernel that the compiler of this machine refuses; another one may stand in for it."""
+
+
 class PlanError(MetainferError):
     """A plan that is damaged, of another version, or made for another machine."""
 

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from metainfer.ir.graph import Module, Value
 from metainfer.ir.streams import is_empty
 from metainfer.ir.views import is_view, strided_values
 from metainfer.runtime.bind import CpuEmitter, TorchEmitter
+from metainfer.runtime.fallback import Standbys, StandIns
 from metainfer.runtime.storage import Storage
 from metainfer.runtime.streams import Call, Issuer
 
@@ -79,11 +81,12 @@ class PhaseExecutor:
         storage: memory, weights, states, step fields.
         backends: kernels by name.
         phase: its name; weights are kept by phase and name.
+        standbys: what may stand in for kernels that cannot be compiled; None for nothing.
     """
 
     def __init__(
         self, module: Module, flat: FlatModule, arena: Arena, storage: Storage, backends: Backends,
-        phase: str,
+        phase: str, standbys: Standbys | None = None,
     ) -> None:  # fmt: skip
         self.module = module
         self.flat = flat
@@ -92,6 +95,7 @@ class PhaseExecutor:
         self._backends = backends
         self._arena = arena
         self._limits = module.limits()
+        self._stand_ins = StandIns(standbys, self._limits)
         self._strided = strided_values(item.op for item in flat.ops)
         self._tables = _thresholds(flat)
         self._issuer = Issuer([item.op for item in flat.ops], storage.device)
@@ -116,7 +120,7 @@ class PhaseExecutor:
             name = segment.ops[0].op.results[0].name
             if name in watched:
                 seen(name, views.tensor(watched[name]))
-            for call in _calls(segment, env, views):
+            for call in self._calls(segment, env, views):
                 call()
 
     def trace(self, env: Env) -> list[Measured]:
@@ -218,11 +222,34 @@ class PhaseExecutor:
             self._bound.move_to_end(key)
             return self._bound[key]
         views = self._views(env)
-        bound = [self._issued(segment, _calls(segment, env, views)) for segment in segments]
+        bound = [self._issued(segment, self._calls(segment, env, views)) for segment in segments]
         self._bound[key] = bound
         if len(self._bound) > _VIEW_CACHE:
             self._bound.popitem(last=False)
         return bound
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for each kernel that another one stands in for, as far as steps ran."""
+        return tuple(self._stand_ins.notes)
+
+    def _calls(self, segment: Segment, env: Env, views: TorchEmitter) -> list[Call]:
+        """Functions without arguments that run a segment at concrete sizes."""
+        if isinstance(segment, CpuSegment):
+            return [_program_call(segment.program, segment.dims.evaluate(env))]
+        return [
+            self._bound_call(item, kernel, env, views)
+            for item, kernel in zip(segment.ops, segment.kernels, strict=True)
+        ]
+
+    def _bound_call(
+        self, item: FlatOp, kernel: Kernel | None, env: Env, views: TorchEmitter
+    ) -> Call:
+        if is_empty(item.op, env):
+            return _nothing
+        if kernel is None:
+            return views.bind(item, None)
+        return self._stand_ins.call(item.op, kernel, partial(views.bind, item))
 
     def _issued(self, segment: Segment, calls: list[Call]) -> list[Call]:
         if isinstance(segment, CpuSegment):
@@ -256,16 +283,6 @@ def _thresholds(flat: FlatModule) -> tuple[tuple[str, list[int]], ...]:
             if choice.symbol:
                 found.setdefault(choice.symbol, set()).add(choice.limit)
     return tuple((symbol, sorted(limits)) for symbol, limits in sorted(found.items()))
-
-
-def _calls(segment: Segment, env: Env, views: TorchEmitter) -> list[Callable[[], None]]:
-    """Functions without arguments that run a segment at concrete sizes."""
-    if isinstance(segment, CpuSegment):
-        return [_program_call(segment.program, segment.dims.evaluate(env))]
-    pairs = zip(segment.ops, segment.kernels, strict=True)
-    return [
-        _nothing if is_empty(item.op, env) else views.bind(item, kernel) for item, kernel in pairs
-    ]
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ from metainfer.ir.plan import Plan
 from metainfer.runtime.alternates import Alternates
 from metainfer.runtime.checkpoint import Checkpoint, TensorSource, open_checkpoint
 from metainfer.runtime.communicator import apply_settings
+from metainfer.runtime.free_memory import check_free_memory
 from metainfer.runtime.model import LoadedModel
 from metainfer.runtime.ranked import RankedModel
 from metainfer.runtime.ranks import check_world, join, launched
@@ -62,7 +63,8 @@ def load(
         time_limit_s: for several ranks: seconds that they wait for each other within a step.
 
     Raises: PlanError for a plan of another machine, other kernels, another checkpoint or another
-        number of ranks; CheckpointError for weights that do not fit the plan; RankError if
+        number of ranks; CapacityError where a GPU has too little memory free, before weights are
+        read; CheckpointError for weights that do not fit the plan; RankError if
         another rank failed, or a collective does on this machine.
     """
     found = plan if isinstance(plan, Plan) else Plan.read(Path(plan))
@@ -73,12 +75,16 @@ def load(
     check_machine(machine, rank, allow_mismatch=allow_machine_mismatch)
     if process is None or process.world == 1:
         check_world(found.layout, 1)
+        if machine.device(0).kind == "gpu":
+            check_free_memory(found, 0, torch.cuda.current_device())
         provider = _provider(found, weights, allow_checkpoint_mismatch)
         return LoadedModel(found, machine, provider, installed(), num_threads)
     settings = apply_settings(machine, os.environ)
     kind = machine.device(0).kind
     ranks = join(found.layout, found.hash, process, kind, time_limit_s, machine.topology())
     try:
+        if kind == "gpu":
+            check_free_memory(found, ranks.stage, torch.cuda.current_device())
         is_exact = bool(found.meta["options"].get("exact"))
         modules = {phase: found.module(phase, ranks.stage) for phase in found.phases}
         tested = self_test(ranks, modules, Alternates(machine, installed(), is_exact))

@@ -20,6 +20,7 @@ from metainfer.ir.plan import Plan
 from metainfer.ir.verify import verify_module
 from metainfer.runtime.device_sampling import DeviceSampler
 from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
+from metainfer.runtime.fallback import Standbys, settled
 from metainfer.runtime.graphs import Step, StepGraphs, bucket
 from metainfer.runtime.legality import check_kernels
 from metainfer.runtime.readback import Readback
@@ -62,6 +63,13 @@ class LoadedModel:
         self.num_pages = int(capacity["num_pages"])
         _set_threads(num_threads, ranks, has_cpu_kernels="cpu" in plan.meta["kernel_sources"])
         own = modules or {phase: plan.module(phase) for phase in plan.phases}
+        self._standbys: Standbys | None = None
+        if ranks is None:
+            is_exact = bool(plan.meta["options"].get("exact"))
+            self._standbys = Standbys(machine.device(0), backends, is_exact)
+            settlements = {phase: settled(m, self._standbys) for phase, m in own.items()}
+            own = {phase: module for phase, (module, _) in settlements.items()}
+            self.notes = tuple(dict.fromkeys(n for _, found in settlements.values() for n in found))
         self._phases = self._executors(own, provider, backends, ranks)
         self.vocab_size = _vocab_size(plan.module(plan.phases[0], plan.layout.pp - 1))
         is_gpu = self._storage.device.type == "cuda"
@@ -169,9 +177,11 @@ class LoadedModel:
     @property
     def run_notes(self) -> tuple[str, ...]:
         """Lines for the user about what running showed: where it went otherwise than planned."""
-        if self._graphs is None or not self._graphs.refused:
-            return ()
-        return (f"decode steps run launch by launch, no graph holds them: {self._graphs.refused}",)
+        found = list(dict.fromkeys(n for phase in self._phases.values() for n in phase.notes))
+        if self._graphs is not None and self._graphs.refused:
+            why = self._graphs.refused
+            found.append(f"decode steps run launch by launch, no graph holds them: {why}")
+        return tuple(found)
 
     def trace(
         self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
@@ -314,7 +324,9 @@ class LoadedModel:
                     storage.add_state(name, state.state, self.num_pages)
         storage.weights_are_complete()
         return {
-            phase: PhaseExecutor(module, flats[phase], arenas[phase], storage, backends, phase)
+            phase: PhaseExecutor(
+                module, flats[phase], arenas[phase], storage, backends, phase, self._standbys
+            )
             for phase, module in modules.items()
         }
 

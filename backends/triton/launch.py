@@ -13,6 +13,7 @@ import torch
 
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.triton.interpreter import prepare
+from metainfer.ir.errors import CompileFailure
 
 # A run-time argument: a tensor (its address is passed), a number, or a tuple of such.
 Argument = Any
@@ -43,15 +44,29 @@ class Launch:
     matrix: str = ""
 
     def run(self) -> None:
-        """Launch on the current stream, or interpret."""
-        self.function[self.grid](
-            **self.arguments,
-            **self.constants,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-        )
+        """Launch on the current stream, or interpret.
+
+        Raises: CompileFailure if Triton cannot compile the function here.
+        """
+        try:
+            self.function[self.grid](
+                **self.arguments,
+                **self.constants,
+                num_warps=self.num_warps,
+                num_stages=self.num_stages,
+            )
+        except Exception as error:
+            if not _COMPILERS & {kind.__name__ for kind in type(error).__mro__}:
+                raise
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise CompileFailure(
+                f"Triton cannot compile {self.function.__name__} here: {lines[-1].strip()}",
+                advice="choose another kernel: --forbid NAME, see metainfer explain",
+            ) from error
 
 
+# What Triton raises while it compiles; by name, since it may not be installed.
+_COMPILERS = {"CompilationError", "OutOfResources", "PTXASError"}
 Launches = Callable[[TorchCall], Sequence[Launch]]
 
 

@@ -1,5 +1,6 @@
 """verify and its parts: walks over a text, divergence, references that run no code of a plan."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hf_checkpoints import make_checkpoint, oracle_logits
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_modules import MlpMixer
+from safetensors.torch import load_file, save_file
 
 import metainfer
 from metainfer.compiler.perplexity import (
@@ -173,6 +175,24 @@ def test_a_spoiled_weight_is_found(tiny: Path, plan: Plan, tmp_path: Path) -> No
     spoiled = metainfer.load(plan, other, allow_checkpoint_mismatch=True)
     walk = walks(list(b"the quick brown fox jumps over it"), 32, 2, 96)[2]
     assert compare(walk, spoiled, model).mean_kl > 10 * LOSSY_KL
+
+
+@pytest.mark.parametrize(("what", "bad"), [("mlp.up_proj", np.nan), ("self_attn.o_proj", np.inf)])
+def test_the_first_op_that_is_not_finite_is_named(
+    tiny: Path, plan: Plan, tmp_path: Path, what: str, bad: float
+) -> None:
+    broken = shutil.copytree(tiny, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors[f"model.layers.1.{what}.weight"][2, 3] = float(bad)
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(MetainferError, match="is not finite, the first of a prefill step") as found:
+        verify(plan, weights=broken, tokens=20, allow_checkpoint_mismatch=True)
+    assert "layers.1." in found.value.text
+    assert "linear" in found.value.what
+    # Gate and up are read as one weight.
+    part = what.split(".")[1].removeprefix("up_")
+    assert part in found.value.advice
+    assert "may hold NaN or infinite numbers" in found.value.advice
 
 
 def test_a_rewrite_that_is_wrong_is_found(
