@@ -19,17 +19,26 @@ _FEATURES: dict[tuple[int, int], tuple[str, ...]] = {
     (8, 0): (*_BASE, "i8_mma"),
     (8, 6): (*_BASE, "i8_mma"),
     (8, 9): (*_BASE, "i8_mma", "fp8_mma"),
-    (9, 0): (*_BASE, "i8_mma", "fp8_mma", "wgmma", "tma", "cluster", "tma_multicast"),
+    (9, 0): (
+        *(*_BASE, "i8_mma", "fp8_mma", "wgmma"),
+        *("tma", "cluster", "tma_multicast", "early_launch"),
+    ),
     (10, 0): (
         *(*_BASE, "i8_mma", "fp8_mma", "fp4_mma", "mma_block_scale"),
-        *("tcgen05", "tma", "cluster", "tma_multicast"),
+        *("tcgen05", "tma", "cluster", "tma_multicast", "early_launch"),
     ),
     (10, 3): (
         *(*_BASE, "fp8_mma", "fp4_mma", "mma_block_scale"),
-        *("tcgen05", "tma", "cluster", "tma_multicast"),
+        *("tcgen05", "tma", "cluster", "tma_multicast", "early_launch"),
     ),
-    (12, 0): (*_BASE, "i8_mma", "fp8_mma", "fp4_mma", "mma_block_scale", "tma", "cluster"),
-    (12, 1): (*_BASE, "i8_mma", "fp8_mma", "fp4_mma", "mma_block_scale", "tma", "cluster"),
+    (12, 0): (
+        *(*_BASE, "i8_mma", "fp8_mma", "fp4_mma", "mma_block_scale"),
+        *("tma", "cluster", "early_launch"),
+    ),
+    (12, 1): (
+        *(*_BASE, "i8_mma", "fp8_mma", "fp4_mma", "mma_block_scale"),
+        *("tma", "cluster", "early_launch"),
+    ),
 }
 # bf16 FLOP of one multiprocessor in one clock: (most of its family, least of its family).
 # Source: data sheet rates over multiprocessors and clock; 8.9 and 12.0 have halved cards.
@@ -105,6 +114,20 @@ def found_gpus() -> list[Gpu]:
     return gpus
 
 
+def features_of(platform: str, capability: tuple[int, int]) -> tuple[str, ...]:
+    """What a GPU can do, by its architecture; what every one can where that is unknown.
+
+    Args:
+        platform: "cuda" or "hip".
+        capability: major and minor number.
+    """
+    if platform == "cuda" and capability in _FEATURES:
+        return _FEATURES[capability]
+    if platform != "cuda":
+        return (platform, "triton")
+    return _BASE if capability >= (8, 0) else ("cuda",)
+
+
 def type_name(gpu: Gpu) -> str:
     """Return the name of the GPU's type in the file: its product name in lower snake."""
     return re.sub(r"[^a-z0-9]+", "_", gpu.name.lower()).strip("_") + "_here"
@@ -136,7 +159,7 @@ def _from_capability(gpu: Gpu, limits: dict[str, Any]) -> tuple[dict[str, Any], 
     number = ".".join(map(str, gpu.capability))
     notes = [f"{gpu.name}: no description of this name; rates follow from its capability {number}"]
     known = gpu.platform == "cuda" and gpu.capability in _FEATURES
-    features = _FEATURES[gpu.capability] if known else _unknown_features(gpu)
+    features = features_of(gpu.platform, gpu.capability)
     per_clock = _BF16_PER_CLOCK[gpu.capability] if known else _LEAST_PER_CLOCK
     if not known:
         notes.append(
@@ -173,13 +196,6 @@ def _from_capability(gpu: Gpu, limits: dict[str, Any]) -> tuple[dict[str, Any], 
         "rates": _rates(features, gpu.num_sms * clock, per_clock),
     }
     return table, notes
-
-
-def _unknown_features(gpu: Gpu) -> tuple[str, ...]:
-    """Features taken for granted on an architecture that is not in the tables."""
-    if gpu.platform != "cuda":
-        return (gpu.platform, "triton")
-    return _BASE if gpu.capability >= (8, 0) else ("cuda",)
 
 
 def _rates(

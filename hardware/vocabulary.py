@@ -35,6 +35,7 @@ FEATURES: dict[str, str] = {
     "tma": "tensor copies by a copy engine of the multiprocessor",
     "cluster": "thread block clusters",
     "tma_multicast": "one tensor copy into several blocks of a cluster, with gain",
+    "early_launch": "a kernel may start before the one in front of it ends, and waits by itself",
     "nvls": "reductions inside the switch",
     "cuda": "runs CUDA programs",
     "hip": "runs HIP programs",

@@ -3,7 +3,6 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from metainfer.ir.entries import KV_FP8
 from metainfer.ir.errors import MetainferError
 
 
@@ -126,6 +125,9 @@ class Options:
 
     def kv_format(self, activations: str) -> str:
         """Format of cached keys and values: what is asked for, else the activations' type."""
+        # Here and not above: options are read before anything that needs numpy.
+        from metainfer.ir.entries import KV_FP8
+
         return {"auto": activations, "fp8": str(KV_FP8)}.get(self.kv, self.kv)
 
     def to_dict(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from metainfer.backends.triton.interpreter import is_interpreting
-from metainfer.backends.triton.launch import Argument, Launch
+from metainfer.backends.triton.launch import EARLY, Argument, Launch
 from metainfer.hardware.device import Device
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.whole_file import write_file
@@ -78,7 +78,7 @@ def resources_of(launch: Launch, device: Device) -> Resources:
             "a process that interprets Triton cannot compile",
             advice="unset TRITON_INTERPRET before Python starts",
         )
-    signature, constants, attrs = _specialised(launch)
+    signature, constants, attrs = _specialised(launch, device)
     digest = _digest(launch, device, signature, constants, attrs)
     path = cache_folder() / "resources" / f"{digest}.json"
     found, origin = _FOUND.get(digest), ""
@@ -168,7 +168,9 @@ def target_of(device: Device) -> Any:
 # --- what Triton is asked to compile ----------------------------------------------------------
 
 
-def _specialised(launch: Launch) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+def _specialised(
+    launch: Launch, device: Device
+) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
     """Signature, constants and attributes, specialised as a launch on a GPU would be.
 
     Numbers equal to 1 become constants; addresses and numbers divisible by 16 are marked.
@@ -176,10 +178,11 @@ def _specialised(launch: Launch) -> tuple[dict[str, Any], dict[Any, Any], dict[A
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
     attrs: dict[Any, Any] = {}
+    chosen = launch.constants_on(early=device.has(EARLY))
     for index, name in enumerate(launch.function.arg_names):
-        if name in launch.constants:
+        if name in chosen:
             signature[name] = "constexpr"
-            constants[(index,)] = launch.constants[name]
+            constants[(index,)] = chosen[name]
             continue
         signature[name] = _type_of(launch.arguments[name])
         if launch.function.params[index].do_not_specialize:
@@ -228,7 +231,7 @@ def _compiled(
 
     target = target_of(device)
     source = ASTSource(launch.function, signature, constants, attrs)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options = launch.options_on(early=device.has(EARLY))
     try:
         made = triton.compile(source, target=target, options=options)
     except Exception as error:  # Triton's passes raise whatever they like

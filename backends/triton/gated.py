@@ -16,7 +16,7 @@ from metainfer.ir.graph import Op
 
 _BODY = ("linear", "silu_mul_halves")
 _ROUNDED_BODY = (*_BODY, "quantize")
-_KEPT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+KEPT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Launch]]:
@@ -36,7 +36,7 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
             return ()
         step, pointers, format_ = storage.parts(call.inputs[1])
         given = activations_of(x)
-        kept = _product_type(call.op)
+        kept = product_type(call.op)
         return (
             Launch(
                 gemm_gated,
@@ -48,7 +48,7 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                 },
                 {
                     "step": getattr(weight_tiles, step), "FORMAT": format_,
-                    "GROUP": given.group, "KEPT": getattr(tl, _KEPT[kept]),
+                    "GROUP": given.group, "KEPT": getattr(tl, KEPT[kept]),
                     "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "BAND": BAND,
                 },
                 num_warps=tile.num_warps,
@@ -60,7 +60,7 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
     return made
 
 
-def _product_type(op: Op) -> str:
+def product_type(op: Op) -> str:
     """Type that the product is rounded to: that of the group's linear, or of the op alone."""
     product = op if op.body is None else op.body.ops[0]
     return product.result.tensor.dtype.name

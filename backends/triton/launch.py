@@ -7,13 +7,17 @@ which hold types and shapes only, they are compiled for a card that need not be 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
 from metainfer.backends.torch.call import TorchCall
-from metainfer.backends.triton.interpreter import prepare
+from metainfer.backends.triton.interpreter import is_interpreting, prepare
+from metainfer.hardware.detect_gpu import features_of
 from metainfer.ir.errors import CompileFailure
+
+EARLY = "early_launch"  # the feature of a device
 
 # A run-time argument: a tensor (its address is passed), a number, or a tuple of such.
 Argument = Any
@@ -33,6 +37,8 @@ class Launch:
         num_stages: buffers of a pipelined loop.
         matrix: operand type ("bf16", "f8e4m3", or scaled blocks: "mxf8", "mxf4", "nvf4") of the
             matrix instructions that the code must use, all of them; "" if it uses none.
+        is_early: whether the function has a constant EARLY, by which it starts before the launch in
+            front of it has ended, and waits for it by itself (`templates.early`).
     """
 
     function: Any
@@ -42,18 +48,17 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     matrix: str = ""
+    is_early: bool = False
 
     def run(self) -> None:
         """Launch on the current stream, or interpret.
 
         Raises: CompileFailure if Triton cannot compile the function here.
         """
+        early = self.is_early and starts_early()
         try:
             self.function[self.grid](
-                **self.arguments,
-                **self.constants,
-                num_warps=self.num_warps,
-                num_stages=self.num_stages,
+                **self.arguments, **self.constants_on(early=early), **self.options_on(early=early)
             )
         except Exception as error:
             if not _COMPILERS & {kind.__name__ for kind in type(error).__mro__}:
@@ -63,6 +68,28 @@ class Launch:
                 f"Triton cannot compile {self.function.__name__} here: {lines[-1].strip()}",
                 advice="choose another kernel: --forbid NAME, see metainfer explain",
             ) from error
+
+    def constants_on(self, *, early: bool) -> dict[str, Any]:
+        """Constants on a device.
+
+        Args:
+            early: whether launches start early on it.
+        """
+        return {**self.constants, "EARLY": early} if self.is_early else dict(self.constants)
+
+    def options_on(self, *, early: bool) -> dict[str, Any]:
+        """What Triton is told beside arguments and constants, on the same terms."""
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**options, "launch_pdl": True} if self.is_early and early else options
+
+
+@cache
+def starts_early() -> bool:
+    """Whether the devices of this process start launches early."""
+    if is_interpreting() or not torch.cuda.is_available():
+        return False
+    platform = "hip" if torch.version.hip else "cuda"
+    return EARLY in features_of(platform, torch.cuda.get_device_capability())
 
 
 # What Triton raises while it compiles; by name, since it may not be installed.

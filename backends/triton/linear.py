@@ -66,10 +66,22 @@ class Tile:
             if programs == 0 or device.num_sms == 0:
                 return 1.0
             whole = programs * self.rows * self.columns / (rows * columns)
-            waves = -(-programs // device.num_sms)
-            return whole * max(1.0, waves * device.num_sms / programs * compute / ALONE)
+            return whole * max(1.0, crowding(programs, device, compute))
 
         return factor
+
+
+def crowding(programs: int, device: Device, compute: float) -> float:
+    """Time that programs take over what they would if all processors were busy to the end.
+
+    Args:
+        programs: of a launch.
+        device: where.
+        compute: fraction of the rate that all processors together reach; one that shares the last
+            cache with few others reaches ALONE of its own.
+    """
+    waves = -(-programs // device.num_sms)
+    return waves * device.num_sms / programs * compute / ALONE
 
 
 @dataclass(frozen=True)
@@ -351,6 +363,19 @@ TILES: Mapping[str, tuple[Tile, ...]] = {
             Tile("m64", 64, 64, 64, 4, 3),
             Tile("m128", 128, 64, 64, 8, 2),
         ),
+    ),
+}
+# Few rows, the weight streamed: two programs on each processor, or one with more on its way.
+SKINNY_TILES: Mapping[str, tuple[Tile, ...]] = {
+    "plain": (
+        Tile("few16", 16, 64, 128, 4, 5),
+        Tile("deep16", 16, 64, 128, 4, 10),
+        Tile("few64", 64, 64, 128, 4, 3),
+        Tile("deep64", 64, 64, 64, 4, 10),
+    ),
+    **dict.fromkeys(
+        ("codes", "blocks", "int4", "int8"),
+        (Tile("few16", 16, 64, 128, 4, 5), Tile("few64", 64, 64, 64, 4, 4)),
     ),
 }
 # Where gate and up are taken apart two tiles of sums are held: 128 columns of them spill registers.

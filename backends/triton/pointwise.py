@@ -31,7 +31,12 @@ def launches(call: TorchCall) -> Sequence[Launch]:
     if programs * chunks == 0:
         return ()
     arguments = {p.name: argument(p, call, emitted.tables, rows, env) for p in emitted.parameters}
-    return (Launch(emitted.function(), (programs, chunks), arguments, num_warps=emitted.num_warps),)
+    return (
+        Launch(
+            emitted.function(), (programs, chunks), arguments, num_warps=emitted.num_warps,
+            is_early=True,
+        ),
+    )  # fmt: skip
 
 
 def strided_of(call: TorchCall) -> tuple[frozenset[int], frozenset[int]]:

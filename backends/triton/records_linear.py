@@ -16,10 +16,17 @@ from metainfer.backends.kernel import (
 )
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import TorchCall
-from metainfer.backends.triton import gated, linear
+from metainfer.backends.triton import gated, linear, skinny
 from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import Launch, TritonBinder
-from metainfer.backends.triton.linear import GATED_TILES, STORAGES, TILES, Storage, Tile
+from metainfer.backends.triton.linear import (
+    GATED_TILES,
+    SKINNY_TILES,
+    STORAGES,
+    TILES,
+    Storage,
+    Tile,
+)
 from metainfer.backends.triton.nibbles import LAYOUT
 from metainfer.ir.dims import dim
 from metainfer.ir.dtypes import BF16, FP8_GROUP, Block, DType
@@ -41,6 +48,7 @@ ROUNDED_TILES = (
     Tile("wide16", 16, 256, 128, 8, 3),
     Tile("wide64", 64, 256, 128, 8, 3),
 )
+_STREAMED = "H200, captured, cold weights, M=1 to 64: 0.71 (N=K=4096) to 0.92 (N=28672)"
 _SOURCE = "assumed, to be replaced by a benchmark on an H200"
 # A tile of 16 x 32 reads 48 numbers for every 512 multiplications: the last cache bounds it. Large
 # tiles are bound by arithmetic, and by widening the codes.
@@ -51,6 +59,12 @@ _EFFICIENCY = {
     ("coded", "m16"): Efficiency(0.5, 0.05, source=_SOURCE),
     ("coded", "m64"): Efficiency(0.5, 0.18, source=_SOURCE),
     ("coded", "m128"): Efficiency(0.5, 0.35, source=_SOURCE),
+    ("plain", "few16"): Efficiency(0.85, 0.2, source=_STREAMED),
+    ("plain", "deep16"): Efficiency(0.86, 0.2, source=_STREAMED),
+    ("plain", "few64"): Efficiency(0.8, 0.35, source=_STREAMED),
+    ("plain", "deep64"): Efficiency(0.81, 0.35, source=_STREAMED),
+    ("coded", "few16"): Efficiency(0.7, 0.15, source=_SOURCE),
+    ("coded", "few64"): Efficiency(0.65, 0.25, source=_SOURCE),
     ("fp8", "m16"): Efficiency(0.6, 0.04, "f8e4m3", _SOURCE),
     ("fp8", "thin"): Efficiency(0.6, 0.1, "f8e4m3", _SOURCE),
     ("fp8", "m64"): Efficiency(0.6, 0.25, "f8e4m3", _SOURCE),
@@ -64,6 +78,10 @@ _EFFICIENCY = {
 def register_linear(kernels: Registry, layouts: LayoutRegistry) -> None:
     """Add the products and the layout of 4-bit integers."""
     layouts.add(LAYOUT)
+    for name, storage in STORAGES.items():
+        for tile in SKINNY_TILES.get(name, ()):
+            for kind in (*KINDS, GATED_KIND):
+                kernels.add(_skinny(kind, storage, tile, layouts))
     for kind in KINDS:
         for name, storage in STORAGES.items():
             for tile in TILES[name]:
@@ -126,6 +144,17 @@ def sample_gated(x: DType, weight: TensorType, *, rounded: bool) -> Op:
 def _kernel(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
     made = linear.launches(storage, tile)
     return _record(kind, storage, tile, made, (linear.follows(),), layouts)
+
+
+def _skinny(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
+    is_gated = kind == GATED_KIND
+    made = skinny.launches(storage, tile, is_gated=is_gated)
+    body = gated.GATED if is_gated else linear.follows()
+    is_deep = tile.name.startswith("deep")
+    needs = (body, *((skinny.one_wave(tile), skinny.room(tile)) if is_deep else ()))
+    record = _record(kind, storage, tile, made, needs, layouts, halves=2 if is_gated else 1)
+    effort = skinny.effort_of(tile, record.efficiency.compute, 2 if is_gated else 1)
+    return replace(record, workspace=skinny.workspace_of(tile), effort=effort)
 
 
 def _gated(storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:

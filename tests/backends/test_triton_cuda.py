@@ -17,9 +17,11 @@ from triton_groups import (
     random,
     writing_group,
 )
+from triton_products import gated, linear
 from triton_worker import check_on_gpu, refused
 
 from metainfer.backends.registry import installed
+from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.check import difference, make_call, make_op, run_reference
 from metainfer.ir.dtypes import BF16, I32, parse_dtype, quantize
 from metainfer.ir.types import tensor
@@ -76,13 +78,50 @@ FORMATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tile", ["m16", "m64", "m128"])
+@pytest.mark.parametrize("tile", ["m16", "m64", "m128", "few16", "few64"])
 @pytest.mark.parametrize("format_", FORMATS)
 def test_products(format_: str, tile: str) -> None:
     for rows, columns, inner in ((1, 576, 576), (300, 1000, 1536), (129, 37, 197)):
         types = [tensor(BF16, rows, inner), tensor(parse_dtype(format_), columns, inner)]
         op = make_op("linear", types, {}, [1])
         check_on_gpu(f"triton.linear_{FORMATS[format_]}_{tile}", op, [random(t, {}) for t in types])
+
+
+@pytest.mark.parametrize("tile", ["few16", "deep16", "few64", "deep64"])
+@pytest.mark.parametrize("shape", [(1, 4096, 4096), (64, 2048, 4096), (130, 128, 2048)], ids=str)
+def test_parts_of_sums_meet_in_every_launch(tile: str, shape: tuple[int, int, int]) -> None:
+    """One captured chain of launches, each on what the one in front of it made."""
+    op, data = linear("bf16", shape)
+    kernel = installed().kernels.get(f"triton.linear_plain_{tile}")
+    x, w = (torch.from_numpy(d.view(np.int16)).view(torch.bfloat16).cuda() for d in data)
+    y = torch.empty(shape[:2], dtype=torch.bfloat16, device="cuda")
+    moved = torch.empty_like(x)
+    run = kernel.binder.bind(TorchCall(op, (moved, w), (y,), {}))
+    wanted = (x.float() @ w.float().T).to(torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    moved.copy_(x)
+    run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            y.fill_(float("nan"))
+            moved.copy_(x)
+            run()
+    seen = []
+    for _ in range(20):
+        moved.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        seen.append(y.clone())
+    assert all(torch.equal(s, seen[0]) for s in seen)
+    assert torch.allclose(seen[0].float(), wanted.float(), rtol=2**-6, atol=2**-6)
+
+
+def test_gates_of_few_rows() -> None:
+    for tile in ("few16", "few64"):
+        for shape in ((1, 1536, 576), (37, 21, 200), (64, 14336, 4096)):
+            op, data = gated(*shape)
+            check_on_gpu(f"triton.linear_silu_mul_plain_{tile}", op, data)
 
 
 FOLLOWING = [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from torch_samples import fused
 from triton_groups import as_op, random
+from triton_products import EPILOGUES, STORED, linear
 from triton_worker import CARDS, check_compiles, check_interpreted, refused
 
 from metainfer.backends.registry import installed
@@ -16,36 +17,9 @@ from metainfer.ir.graph import Op
 from metainfer.ir.parser import parse_graph
 from metainfer.ir.types import tensor
 
-STORED = {
-    "bf16": "plain",
-    "f8e4m3/128x128:f32": "codes",
-    "f8e4m3/128x128:f8e8m0": "codes",
-    "f8e4m3/128:f32": "codes",
-    "f8e4m3/row:f32": "codes",
-    "f8e4m3/tensor:f32": "codes",
-    "f8e4m3/32:f8e8m0": "codes",
-    "f4e2m1/32:f8e8m0": "codes",
-    "f4e2m1/16:f8e4m3": "codes",
-    "f4e2m1/16:f8e4m3*f32": "codes",
-    "f8e4m3/32x32:f32": "blocks",
-    "f8e4m3/32x32:f8e8m0": "blocks",
-    "u4/32:f16+f16": "int4",
-    "u4/128:f16+f16": "int4",
-    "i4/32:f16": "int4",
-    "i4/128:f16": "int4",
-    "i8/32:f16": "int8",
-    "u8/128:f16+f16": "int8",
-}
 TILES = ("m16", "m64", "m128")
 # tokens, columns, inner: aligned, odd, one.
 SHAPES = ((16, 64, 128), (17, 37, 197), (1, 5, 32))
-
-
-def linear(format_: str, shape: tuple[int, int, int], dtype: str = "bf16") -> tuple[Op, list[Any]]:
-    rows, columns, inner = shape
-    x = tensor(parse_dtype(dtype), rows, inner)
-    w = tensor(parse_dtype(dtype if format_ == "bf16" else format_), columns, inner)
-    return make_op("linear", [x, w], {}, [1]), [random(x, {}), random(w, {})]
 
 
 @pytest.mark.parametrize("format_", STORED)
@@ -71,16 +45,6 @@ def test_tiles(format_: str, tile: str) -> None:
 def test_half_precision() -> None:
     op, data = linear("bf16", (9, 33, 70), "f16")
     check_interpreted("triton.linear_plain_m16", op, data)
-
-
-EPILOGUES = [
-    ("linear_add", False, "add", {}),
-    ("linear_add", True, "add", {}),
-    ("linear_relu", True, "relu", {}),
-    ("linear_silu", False, "silu", {}),
-    ("linear_gelu", True, "gelu", {"approximate": "tanh"}),
-    ("linear_gelu", False, "gelu", {}),
-]
 
 
 @pytest.mark.parametrize(("kind", "bias", "follows", "attrs"), EPILOGUES, ids=str)

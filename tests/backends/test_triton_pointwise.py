@@ -147,6 +147,8 @@ def test_the_text_shows_the_operations_that_it_came_from() -> None:
 import triton
 import triton.language as tl
 
+from metainfer.backends.triton.templates import early
+
 
 # x0: bf16[T,37]
 # x1: bf16[T,37]
@@ -154,7 +156,8 @@ import triton.language as tl
 # y0: bf16[T,37]
 # y1: bf16[T,37]
 @triton.jit(do_not_specialize=["rows0"])
-def add_rms_norm(x0, x1, x2, y0, y1, rows0):
+def add_rms_norm(x0, x1, x2, y0, y1, rows0, EARLY: tl.constexpr):
+    early.wait(EARLY)
     c37 = tl.arange(0, 64)[None, :]
     c37_in = c37 < 37
     # rows of [T,37]

@@ -218,10 +218,12 @@ def _text(name: str, graph: Graph, parameters: tuple[Parameter, ...], lines: lis
     if numbers:
         # One form for all numbers of rows: a plan's sizes vary from step to step.
         head += f"(do_not_specialize={numbers!r})".replace("'", '"')
-    signature = f"def {name}({', '.join(p.name for p in parameters)}):"
+    named = [*(p.name for p in parameters), "EARLY: tl.constexpr"]
+    signature = f"def {name}({', '.join(named)}):"
     if len(signature) > _LINE:
-        listed = "".join(f"    {p.name},\n" for p in parameters)
+        listed = "".join(f"    {n},\n" for n in named)
         signature = f"def {name}(\n{listed}):"
+    lines = ["    early.wait(EARLY)", *lines]
     imports = ["import triton", "import triton.language as tl", *templates_of(lines)]
     comments = [
         f"# {p.name}: {_described(p, graph)}" for p in parameters if p.kind in ("operand", "output")
@@ -236,7 +238,7 @@ def _text(name: str, graph: Graph, parameters: tuple[Parameter, ...], lines: lis
 
 def templates_of(lines: list[str]) -> list[str]:
     """Lines that import what statements call of the templates."""
-    used = [n for n in ("functions", "rounding") if any(f"{n}." in line for line in lines)]
+    used = [n for n in ("early", "functions", "rounding") if any(f"{n}." in line for line in lines)]
     if not used:
         return []
     return ["", f"from metainfer.backends.triton.templates import {', '.join(used)}"]

@@ -21,12 +21,13 @@ def accumulate(
     x_MK = tl.load(x[0] + row * inner + k_K, mask=(row < rows) & (k_K < inner), other=0.0)
     if GROUP > 0:
         part = step(
-            tl.zeros(acc.shape, tl.float32), x_MK, weight, n_N, first, columns, inner, BK, FORMAT
-        )
+            tl.zeros(acc.shape, tl.float32), x_MK, weight, n_N, first, columns, inner, BK, FORMAT,
+            False,
+        )  # fmt: skip
         groups = tl.cdiv(inner, GROUP)
         acc += part * tl.load(x[1] + row * groups + first // GROUP, mask=row < rows, other=0.0)
     else:
-        acc = step(acc, x_MK, weight, n_N, first, columns, inner, BK, FORMAT)
+        acc = step(acc, x_MK, weight, n_N, first, columns, inner, BK, FORMAT, False)
     return acc
 
 

@@ -1,12 +1,34 @@
 """Steps of a product for each way that a weight is stored: acc += x_MK @ w_NK.T.
 
 M rows, N columns, K inner; ``weight`` is a tuple of pointers: codes, then scales and offsets.
+With TURNED the sums are those of the transposed product, acc_NM += w_NK @ x_MK.T: matrix units take
+64 rows of their first operand and any few columns of the second.
 """
 
 import triton
 import triton.language as tl
 
 from metainfer.backends.triton.templates import functions
+
+
+@triton.jit
+def product(x_MK, w_NK, acc, TURNED: tl.constexpr):
+    """The product of two tiles, added to sums."""
+    if TURNED:
+        acc = tl.dot(w_NK, tl.trans(x_MK), acc)
+    else:
+        acc = tl.dot(x_MK, tl.trans(w_NK), acc)
+    return acc
+
+
+@triton.jit
+def along(scale_N, TURNED: tl.constexpr):
+    """A number for each row of the weight, as it lies in the sums."""
+    if TURNED:
+        made = scale_N[:, None]
+    else:
+        made = scale_N[None, :]
+    return made
 
 
 @triton.jit
@@ -26,18 +48,22 @@ def load_float(pointer, mask):
 
 @triton.jit
 def plain_step(
-    acc, x_MK, weight, n_N, first, columns, inner, BK: tl.constexpr, FORMAT: tl.constexpr
-):
+    acc, x_MK, weight, n_N, first, columns, inner,
+    BK: tl.constexpr, FORMAT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
     """A weight of plain numbers [N, K]."""
     k_K = first + tl.arange(0, BK)
     mask = (n_N[:, None] < columns) & (k_K[None, :] < inner)
     place = n_N[:, None].to(tl.int64) * inner + k_K[None, :]
     w_NK = tl.load(weight[0] + place, mask=mask, other=0.0)
-    return tl.dot(x_MK, tl.trans(w_NK.to(x_MK.dtype)), acc)
+    return product(x_MK, w_NK.to(x_MK.dtype), acc, TURNED)
 
 
 @triton.jit
-def fp8_step(acc, x_MK, weight, n_N, first, columns, inner, BK: tl.constexpr, FORMAT: tl.constexpr):
+def fp8_step(
+    acc, x_MK, weight, n_N, first, columns, inner,
+    BK: tl.constexpr, FORMAT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
     """fp8 codes [N, K] with a scale for each block of FORMAT = (rows, inner), 0 for all.
 
     Codes are exact in 16 bits, and scales multiply float32 sums: the product is exact up to them.
@@ -46,12 +72,12 @@ def fp8_step(acc, x_MK, weight, n_N, first, columns, inner, BK: tl.constexpr, FO
     mask = (n_N[:, None] < columns) & (k_K[None, :] < inner)
     place = n_N[:, None].to(tl.int64) * inner + k_K[None, :]
     w_NK = tl.load(weight[0] + place, mask=mask, other=0.0)
-    part = tl.dot(x_MK, tl.trans(w_NK.to(x_MK.dtype)))
+    part = product(x_MK, w_NK.to(x_MK.dtype), tl.zeros(acc.shape, tl.float32), TURNED)
     row_N = n_N // FORMAT[0] if FORMAT[0] > 0 else n_N * 0
     across = tl.cdiv(inner, FORMAT[1]) if FORMAT[1] > 0 else 1
     at = first // FORMAT[1] if FORMAT[1] > 0 else 0
     scale_N = load_scale(weight[1] + row_N * across + at, n_N < columns)
-    return acc + part * scale_N[None, :]
+    return acc + part * along(scale_N, TURNED)
 
 
 @triton.jit
@@ -73,8 +99,9 @@ def spread(per_group, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def group_step(
-    acc, x_MK, weight, n_N, first, columns, inner, BK: tl.constexpr, FORMAT: tl.constexpr
-):
+    acc, x_MK, weight, n_N, first, columns, inner,
+    BK: tl.constexpr, FORMAT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
     """Codes in groups along K, each with a scale and maybe an offset.
 
     FORMAT = (kind, group, high, beside); kind: "bytes" for codes of one; "u4", "i4" or "f4e2m1" lie
@@ -111,9 +138,10 @@ def group_step(
     value_NK = value_NK * spread(load_scale(weight[1] + place, scale_mask), BN, BK, SPAN)
     if FORMAT[3] == "offsets":
         value_NK += spread(load_scale(weight[2] + place, scale_mask), BN, BK, SPAN)
-    made = tl.trans(value_NK.to(x_MK.dtype))
+    w_NK = value_NK.to(x_MK.dtype)
     if FORMAT[3] == "rows":
-        acc += tl.dot(x_MK, made) * load_float(weight[2] + n_N, n_N < columns)[None, :]
+        part = product(x_MK, w_NK, tl.zeros(acc.shape, tl.float32), TURNED)
+        acc += part * along(load_float(weight[2] + n_N, n_N < columns), TURNED)
     else:
-        acc = tl.dot(x_MK, made, acc)
+        acc = product(x_MK, w_NK, acc, TURNED)
     return acc

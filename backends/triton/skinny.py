@@ -1,0 +1,173 @@
+"""Launches of products of few rows: how programs share the work."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from metainfer.backends.kernel import Constraint, Effort, Query
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.triton.emit.epilogue import emit_epilogue
+from metainfer.backends.triton.emit.source import body_of
+from metainfer.backends.triton.gated import KEPT, product_type
+from metainfer.backends.triton.launch import Launch
+from metainfer.backends.triton.linear import Storage, Tile, activations_of, crowding
+from metainfer.backends.triton.pointwise import argument, sizes_of
+from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
+from metainfer.hardware.device import Device
+from metainfer.ir.graph import Op
+
+SHARED_PROGRAMS = 128  # up to so many programs share tiles: about one for each processor
+_NUMBER_BYTES = 2  # of a number of 16 bits
+FEWEST_STEPS = 4  # of a part of the inner dim: the pipeline fills
+
+
+def split_of(tiles: int, inner: int, step: int) -> int:
+    """Programs that share the sums of a tile: a power of two.
+
+    Args:
+        tiles: of the result.
+        inner: numbers of a sum.
+        step: of them, that a program multiplies at once.
+    """
+    split = 1
+    while 2 * split * tiles <= SHARED_PROGRAMS and 2 * split * FEWEST_STEPS * step <= inner:
+        split *= 2
+    return split
+
+
+def scratch_of(tile: Tile, tiles: int, split: int) -> list[Piece]:
+    """Sums that programs leave for each other."""
+    if split == 1:
+        return []
+    return [Piece((split, tiles, tile.columns, tile.rows), torch.float32)]
+
+
+def workspace_of(tile: Tile) -> Callable[[Query], int]:
+    """Scratch bytes of a product by a tile, whatever its rows."""
+
+    def needed(query: Query) -> int:
+        return scratch_bytes(scratch_of(tile, SHARED_PROGRAMS // 2, 2))
+
+    return needed
+
+
+def one_wave(tile: Tile) -> Constraint:
+    """Each processor has one program at most, so that it may take all of the shared memory."""
+
+    def check(query: Query) -> str | None:
+        weight = query.tensor(1)
+        columns, inner = (n.static for n in weight.shape)
+        tiles = tile.programs(1, columns)
+        programs = tiles * split_of(tiles, inner, tile.inner)
+        return None if programs <= query.device.num_sms else f"{programs}"
+
+    return Constraint("as many programs as processors at most", check)
+
+
+def room(tile: Tile) -> Constraint:
+    """A card has the shared memory that the loop's buffers take at the very least.
+
+    Asked before anything is compiled: cards with half of Hopper's never take the deep tiles.
+    """
+    least = (tile.num_stages - 1) * (tile.rows + tile.columns) * tile.inner * _NUMBER_BYTES
+
+    def check(query: Query) -> str | None:
+        there = query.device.smem_per_block_bytes
+        return None if there >= least else f"{there:,}"
+
+    return Constraint(f"{least:,} bytes of shared memory a program", check)
+
+
+def effort_of(tile: Tile, compute: float, halves: int = 1) -> Effort:
+    """Work of whole tiles over that of the product, more where processors are left idle.
+
+    Args:
+        tile: of a program.
+        compute: fraction of the rate that all processors together reach.
+        halves: columns of the product for each one of the result.
+    """
+
+    def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
+        shape = op.results[0].tensor.concrete(env)
+        rows, columns = math.prod(shape[:-1]), shape[-1] * halves
+        tiles = tile.programs(rows, columns)
+        if tiles == 0 or device.num_sms == 0:
+            return 1.0
+        inner = op.operands[0].tensor.shape[-1].static
+        programs = tiles * split_of(tiles, inner, tile.inner)
+        whole = tiles * tile.rows * tile.columns / (rows * columns)
+        return whole * max(1.0, crowding(programs, device, compute))
+
+    return factor
+
+
+def launches(
+    storage: Storage, tile: Tile, *, is_gated: bool = False
+) -> Callable[[TorchCall], Sequence[Launch]]:
+    """Launches of a group that begins with a linear, by one storage and tile.
+
+    Args:
+        storage: how the weight is stored.
+        tile: of a program.
+        is_gated: whether the group is a product of gate and up, multiplied.
+    """
+
+    def made(call: TorchCall) -> Sequence[Launch]:
+        # Imported where it is launched: templates need Triton.
+        from metainfer.backends.triton.templates import gemm_skinny, weight_tiles
+
+        x, y = call.inputs[0], call.outputs[0]
+        inner, columns = x.shape[-1], y.shape[-1] * (2 if is_gated else 1)
+        rows = math.prod(y.shape[:-1])
+        if rows * columns == 0:
+            return ()
+        step, pointers, format_ = storage.parts(call.inputs[1])
+        tiles = tile.programs(rows, columns)
+        split = split_of(tiles, inner, tile.inner)
+        scratch = carve(call.workspace, scratch_of(tile, tiles, split), x.device)
+        follows, constants = _gated(call) if is_gated else _epilogue(call)
+        return (
+            Launch(
+                gemm_skinny.gemm_skinny_gated if is_gated else gemm_skinny.gemm_skinny,
+                (tiles * split,),
+                {
+                    "x": x, "y": y, "weight": pointers, **follows,
+                    "partial": scratch[0] if scratch else y,
+                    "arrived": _none_arrived(tiles, x.device) if scratch else y,
+                    "rows": rows, "columns": y.shape[-1], "inner": inner,
+                },
+                {
+                    "step": getattr(weight_tiles, step), "FORMAT": format_,
+                    **constants, "BM": tile.rows, "BN": tile.columns, "BK": tile.inner,
+                    "SPLIT": split,
+                },
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                matrix=activations_of(x).matrix,
+                is_early=True,
+            ),
+        )  # fmt: skip
+
+    return made
+
+
+def _none_arrived(tiles: int, device: torch.device) -> torch.Tensor:
+    """Counts of programs that are done with their parts: each launch leaves them at 0 again."""
+    return torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+def _epilogue(call: TorchCall) -> tuple[dict[str, Any], dict[str, Any]]:
+    graph = body_of(call.op)
+    epilogue = emit_epilogue(graph)
+    env = sizes_of(graph, call)
+    operands = tuple(argument(p, call, (), (), env) for p in epilogue.parameters)
+    # An empty tuple has no type that Triton could give it.
+    return {"operands": operands or (call.outputs[0],)}, {"epilogue": epilogue.function()}
+
+
+def _gated(call: TorchCall) -> tuple[dict[str, Any], dict[str, Any]]:
+    import triton.language as tl
+
+    return {}, {"KEPT": getattr(tl, KEPT[product_type(call.op)])}

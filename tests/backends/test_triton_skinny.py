@@ -1,0 +1,116 @@
+"""Products of few rows: parts of sums, early launches, for cards that are not here."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from torch_samples import fused
+from triton_products import EPILOGUES, STORED, gated, linear
+from triton_worker import (
+    CARDS,
+    check_compiles,
+    check_interpreted,
+    interpreted,
+    refused,
+    run_named,
+)
+
+from metainfer.backends.registry import installed
+from metainfer.backends.triton import cross, skinny
+from metainfer.backends.triton.fits import typed_call
+from metainfer.hardware.load import load_machine
+
+# Rows, columns, inner: one row in 8 parts; two tiles of rows, 4 parts, odd; more tiles than parts.
+SHAPES = ((1, 40, 4096), (19, 70, 2056), (5, 37, 197))
+FORMATS = ("bf16", "f8e4m3/128x128:f32", "f4e2m1/32:f8e8m0", "u4/32:f16+f16", "i8/32:f16")
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parts_add_up(format_: str, shape: tuple[int, int, int]) -> None:
+    op, data = linear(format_, shape)
+    name = f"triton.linear_{STORED[format_]}_few16"
+    assert refused(name, op) == []
+    check_interpreted(name, op, data)
+
+
+@pytest.mark.parametrize(("kind", "bias", "follows", "attrs"), EPILOGUES[:4], ids=str)
+def test_epilogues_follow_the_last_part(
+    kind: str, bias: bool, follows: str, attrs: dict[str, Any]
+) -> None:
+    op, data = fused(kind, (2, 3), bias, follows, attrs, "bf16", (21, 1100))
+    check_interpreted(f"triton.{kind}_plain_few16", op, data)
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 1100), (70, 21, 72)], ids=str)
+@pytest.mark.parametrize("tile", ["few16", "deep64"])
+def test_gates(shape: tuple[int, int, int], tile: str) -> None:
+    op, data = gated(*shape)
+    name = f"triton.linear_silu_mul_plain_{tile}"
+    assert refused(name, op) == []
+    check_interpreted(name, op, data)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "inner", "split"),
+    [(96, 4096, 1), (64, 4096, 2), (32, 2048, 4), (2, 2048, 4), (1, 512, 1), (1, 65536, 128)],
+)
+def test_as_many_programs_as_processors_where_the_sums_are_long(
+    tiles: int, inner: int, split: int
+) -> None:
+    assert skinny.split_of(tiles, inner, 128) == split
+
+
+@pytest.mark.parametrize("name", ["few16", "deep64"])
+@pytest.mark.parametrize(("columns", "inner"), [(128, 2048), (4096, 4096), (96, 65536)])
+def test_the_plans_scratch_holds_the_parts(name: str, columns: int, inner: int) -> None:
+    kernel = installed().kernels.get(f"triton.linear_plain_{name}")
+    for rows in (1, 16, 17, 64, 300):
+        op, _ = linear("bf16", (rows, columns, 64))
+        wide, _ = linear("bf16", (rows, columns, inner)) if inner <= 4096 else (op, None)
+        call = typed_call(wide, {}, {}, installed().layouts)
+        (launch,) = kernel.binder.launches(call)
+        partial = launch.arguments["partial"]
+        used = 0 if launch.constants["SPLIT"] == 1 else partial.numel() * partial.element_size()
+        assert kernel.workspace is not None
+        assert used <= kernel.workspace(None)  # type: ignore[arg-type]
+
+
+COMPILED = [("bf16", "few16"), ("bf16", "few64"), ("f8e4m3/128x128:f32", "few64"),
+            ("f4e2m1/32:f8e8m0", "few16"), ("u4/32:f16+f16", "few64")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format_", "tile"), COMPILED)
+def test_skinny_products_compile_for_cards_that_are_not_here(format_: str, tile: str) -> None:
+    op, _ = linear(format_, (16, 576, 576))
+    check_compiles(f"triton.linear_{STORED[format_]}_{tile}", op)
+
+
+def test_launches_start_early_where_the_card_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, _ = linear("bf16", (1, 576, 576))
+    kernel = installed().kernels.get("triton.linear_plain_few16")
+    (launch,) = kernel.binder.launches(typed_call(op, {}, {}, installed().layouts))
+    assert launch.is_early
+    assert launch.options_on(early=True)["launch_pdl"] is True
+    assert "launch_pdl" not in launch.options_on(early=False)
+    assert launch.constants_on(early=True)["EARLY"] is True
+    waits = []
+
+    def assembled(ptx: str, arch: int) -> tuple[int, int]:
+        waits.append(len(re.findall(r"griddepcontrol\.(?:wait|launch_dependents)", ptx)))
+        return 0, 0
+
+    monkeypatch.setattr(cross, "_assembled", assembled)
+    for device in (CARDS["1xh200"], load_machine("8xl20").device(0)):
+        cross._compiled(launch, device, *cross._specialised(launch, device))
+    assert waits == [2, 0]
+
+
+def test_results_do_not_depend_on_which_part_is_last() -> None:
+    """Parts are added up in their own order: two runs are equal to the bit."""
+    op, data = linear("bf16", (3, 40, 4096))
+    first, second = (
+        interpreted(run_named, "triton.linear_plain_few16", op, data, {}) for _ in range(2)
+    )
+    assert np.array_equal(first[0], second[0])
