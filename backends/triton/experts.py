@@ -28,10 +28,15 @@ DIRECT_PAIRS = 16  # up to so many, each pair is a tile of its own and nothing i
 EXACT_PAIRS = 1024  # up to so many, the pairs' results are kept in float32
 MOST_PARTS = 8
 SMALLEST_ROWS = 16
-_FP8_ROWS = 64
-_SORTED_AT_ONCE = 16384  # pairs of a chunk times experts
-_CHUNKS_OF_ONE = 4  # chunks that one program sorts by itself
+_FP8_ROWS, _FP8_DEPTH = 64, 32
+_FEW_PAIRS = 2048  # up to so many, each is compared with all others
+_COMPARED = 4096  # comparisons of a program, then
+_COUNTED = 65536  # comparisons with experts at once
+_CHUNK = 128  # pairs that a program places where there are more
+_SPAN = 8  # experts whose counts a program adds up
 _SUM_COLUMNS = 1024
+_READ = 32 * 4  # float32 numbers that a warp reads at once
+_MOST_WARPS = 16
 _INT32 = torch.int32
 
 
@@ -184,12 +189,12 @@ def experts(call: Experts, tiles: Tiles | None = None, *, wide: bool = False) ->
     tiles = tiles or tiles_for(call, wide=wide)
     direct = call.pairs <= DIRECT_PAIRS
     made = carve(call.workspace, scratch_of(call, tiles), call.x.device)
-    order, table, counts, firsts, hidden, pairs = made
+    order, table, counts, totals, hidden, pairs = made
     shared = {
         "ids": call.ids, "order": order, "tiles": table, "P": call.pairs, "E": call.num_experts,
         "LIMIT": table.shape[1],
     }  # fmt: skip
-    sorted_by = (call.num_experts, tiles.down.rows, order, table, counts, firsts)
+    sorted_by = (call.num_experts, tiles.down.rows, order, table, counts, totals)
     sorting = [] if direct else sort_pairs(call.ids, *sorted_by)
     return [
         *sorting,
@@ -228,7 +233,7 @@ def tile_limit(pairs: int, experts: int, rows: int) -> int:
 
 
 def scratch_of(call: Experts, tiles: Tiles) -> tuple[Piece, ...]:
-    """Scratch of a call: order, tiles, counts of chunks, first places, hidden rows, pair rows."""
+    """Scratch of a call: order, tiles, counts of chunks and in all, hidden rows, pair rows."""
     inner, width = call.down.inputs, call.out.shape[1]
     return scratch_for(call.pairs, call.num_experts, inner, width, call.out.dtype, tiles)
 
@@ -302,10 +307,9 @@ def _depth(tile: Tile, weight: Weight, group: int) -> int:
     return gcd(step, group) if group > 0 else step
 
 
-def _numbers(experts: int) -> tuple[int, int]:
-    """Experts as a power of two, and pairs of a chunk that is sorted at once."""
-    numbers = max(power_above(experts), 16)
-    return numbers, min(max(_SORTED_AT_ONCE // numbers, 16), 128)
+def _numbers(experts: int) -> int:
+    """Experts as a power of two."""
+    return max(power_above(experts), 16)
 
 
 # --- launches -------------------------------------------------------------------------------------
@@ -318,39 +322,40 @@ def sort_pairs(
     order: torch.Tensor,
     tiles: torch.Tensor,
     counts: torch.Tensor,
-    firsts: torch.Tensor,
+    totals: torch.Tensor,
 ) -> list[Launch]:
     """Pairs sorted by expert, and a table of tiles: one launch for few pairs, else three.
 
-    Shapes: ids [T, K], order [P], tiles [3, limit], scratch: counts [chunks, numbers], firsts
+    Shapes: ids [T, K], order [P], tiles [3, limit], scratch: counts [chunks, numbers], totals
     [numbers].
     """
     from metainfer.backends.triton.templates import experts_order as kernels
 
-    numbers, chunk = _numbers(experts)
+    numbers = _numbers(experts)
     pairs, limit = ids.numel(), tiles.shape[1]
-    chunks = -(-pairs // chunk)
-    known = {"ids": ids, "P": pairs, "E": experts}
-    sizes = {"CHUNK": chunk, "NUMBERS": numbers}
-    if chunks <= _CHUNKS_OF_ONE:
-        few = {**known, "order": order, "tiles": tiles, "LIMIT": limit}
-        return [Launch(kernels.order_few, (1,), few, {**sizes, "ROWS": rows}, 8, 1)]
-    scanned = {
-        "counts": counts, "firsts": firsts, "tiles": tiles, "CHUNKS": chunks, "LIMIT": limit,
-    }  # fmt: skip
-    placed = {**known, "order": order, "counts": counts, "firsts": firsts}
-    scan = {"ROWS": rows, "STEP": max(8192 // numbers, 16), "NUMBERS": numbers}
+    table = {"tiles": tiles, "LIMIT": limit, "order": order, "ids": ids, "P": pairs, "E": experts}
+    if pairs <= _FEW_PAIRS:
+        every = max(power_above(pairs), 16)
+        chunk = max(min(_COMPARED // every, _CHUNK), 4)
+        step = min(max(_COUNTED // numbers, 16), every)
+        sizes = {"ROWS": rows, "ALL": every, "CHUNK": chunk, "STEP": step, "NUMBERS": numbers}
+        return [Launch(kernels.order_few, (1 + -(-pairs // chunk),), table, sizes, 8, 1)]
+    chunks, sizes = -(-pairs // _CHUNK), {"CHUNK": _CHUNK, "NUMBERS": numbers}
+    known = {"ids": ids, "counts": counts, "P": pairs, "E": experts}
+    scan = {"STEP": _COMPARED // _SPAN, "SPAN": _SPAN, "NUMBERS": numbers}
+    adding = {"counts": counts, "totals": totals, "CHUNKS": chunks}
+    placed = {**table, "counts": counts, "totals": totals}
     return [
-        Launch(kernels.order_count, (chunks,), {**known, "counts": counts}, sizes, 4, 1),
-        Launch(kernels.order_scan, (1,), scanned, scan, 8, 1),
-        Launch(kernels.order_place, (chunks,), placed, sizes, 4, 1),
+        Launch(kernels.order_count, (chunks,), known, sizes, 4, 1),
+        Launch(kernels.order_scan, (numbers // _SPAN,), adding, scan, 8, 1),
+        Launch(kernels.order_place, (1 + chunks,), placed, {**sizes, "ROWS": rows}, 4, 1),
     ]
 
 
 def sort_pieces(pairs: int, experts: int) -> tuple[Piece, Piece]:
-    """Scratch of `sort_pairs`: counts and first places."""
-    numbers, chunk = _numbers(experts)
-    return Piece((-(-pairs // chunk), numbers), _INT32), Piece((numbers,), _INT32)
+    """Scratch of `sort_pairs`: counts of chunks, and of all pairs."""
+    numbers = _numbers(experts)
+    return Piece((-(-pairs // _CHUNK), numbers), _INT32), Piece((numbers,), _INT32)
 
 
 def _format(weight: Weight, tile: Tile, direct: bool, group: int = -1) -> dict[str, Any]:
@@ -394,7 +399,7 @@ def _gate_up(
     grid = shared["LIMIT"] * -(-inner // tile.columns)
     return Launch(
         experts_gate_up, (grid,), arguments, constants, tile.num_warps, tile.num_stages,
-        _matrix(call.x.dtype, tile),
+        _matrix(call.x.dtype, tile, constants["DEPTH"]),
     )  # fmt: skip
 
 
@@ -419,7 +424,7 @@ def _down(
     grid = shared["LIMIT"] * -(-width // tile.columns) * tiles.parts
     return Launch(
         experts_down, (grid,), arguments, constants, tile.num_warps, tile.num_stages,
-        _matrix(call.out.dtype, tile),
+        _matrix(call.out.dtype, tile, constants["DEPTH"]),
     )  # fmt: skip
 
 
@@ -448,14 +453,18 @@ def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
     del arguments["out"], arguments["out_token"]
     constants["COLUMNS"] = power_above(width)
     warps = 8 if width > 2 * _SUM_COLUMNS else 4
+    if call.pairs <= EXACT_PAIRS:
+        # Few tokens leave most of the machine idle: each thread has one read of a pair in flight.
+        warps = min(max(constants["COLUMNS"] // _READ, warps), _MOST_WARPS)
     return Launch(experts_sum_row, (tokens,), arguments, constants, warps, 1)
 
 
-def _matrix(dtype: torch.dtype, tile: Tile) -> str:
+def _matrix(dtype: torch.dtype, tile: Tile, depth: int) -> str:
     """Operand type of the matrix instructions that a tile must use, "" where any will do.
 
-    Hopper multiplies fp8 by 64 rows and more; by fewer Triton widens codes to f16, exactly.
+    Hopper multiplies fp8 by 64 rows and more; by fewer Triton widens codes to f16, exactly. No
+    instruction takes fewer than 32 codes of a row: shorter steps widen them to bf16.
     """
     if dtype == torch.float8_e4m3fn:
-        return "f8e4m3" if tile.rows >= _FP8_ROWS else ""
+        return "f8e4m3" if tile.rows >= _FP8_ROWS and depth >= _FP8_DEPTH else ""
     return "f16" if dtype == torch.float16 else "bf16"

@@ -51,7 +51,7 @@ def wanted_order(ids: np.ndarray[Any, Any], num: int, rows: int) -> tuple[list[i
 
 @pytest.mark.parametrize(
     ("tokens", "choices", "num", "rows"),
-    [(1, 1, 1, 16), (7, 3, 5, 4), (200, 2, 3, 16), (300, 2, 40, 8), (600, 1, 2, 128)],
+    [(1, 1, 1, 16), (7, 3, 5, 4), (300, 2, 40, 8), (600, 1, 300, 128), (1100, 2, 20, 64)],
 )
 @pytest.mark.parametrize("low", [-1, 0])
 def test_sorting(tokens: int, choices: int, num: int, rows: int, low: int) -> None:

@@ -208,6 +208,13 @@ def test_experts_of_codes(x: str, width: int, inner: int, tokens: int) -> None:
     check_interpreted("triton.experts_fp8", op, data)
 
 
-def test_code_of_experts_for_cards_that_are_not_here() -> None:
-    op, _ = experts(GROUP, 2048, 512, 256, 8)
+@pytest.mark.parametrize(
+    ("x", "tokens", "width", "inner"),
+    [(GROUP, 2048, 512, 256), (ROW, 16, 208, 80), (ROW, 300, 208, 80)],
+)
+def test_code_of_experts_for_cards_that_are_not_here(
+    x: str, tokens: int, width: int, inner: int
+) -> None:
+    """Rows of 208 go 16 at a time: fewer codes than an fp8 product takes."""
+    op, _ = experts(x, tokens, width, inner, 8)
     check_compiles("triton.experts_fp8", op)

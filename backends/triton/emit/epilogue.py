@@ -8,6 +8,7 @@ Where the tile is a whole row (of experts), ops over rows may follow, norms and 
 codes: ``epilogue(acc, operands, r0, r0_in)`` then stores the results itself.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -34,6 +35,9 @@ _NAME = "epilogue"
 # Products that templates compute, and how many operands are the template's own.
 _OWN = {"linear": 2, "experts": 6}
 _NOTHING: frozenset[int] = frozenset()
+# A read outside loops, and names of what is made on the way.
+_LOAD = re.compile(r"    \w+ = (tl\.load\(.*)")
+_MADE = re.compile(r"\b[vs]\d+\b")
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,19 @@ def emit_row_epilogue(
     body.handlers = {**HANDLERS, product.name: _made((*lead, body.whole(space.width)))}
     for store in stores_of(graph):
         body.store(store)
-    lines = without_unused([f"    {line}" for line in body.axes] + body.lines)
+    axes = [f"    {line}" for line in body.axes]
+    lines = without_unused([*axes, *_loads_first(body.lines)])
     return _epilogue(graph, product, body, lines, "r0, r0_in")
+
+
+def _loads_first(lines: list[str]) -> list[str]:
+    """Reads that wait for nothing come first: they are on their way while the row is summed."""
+
+    def is_free(line: str) -> bool:
+        found = _LOAD.match(line)
+        return found is not None and _MADE.search(found[1]) is None
+
+    return [*filter(is_free, lines), *(line for line in lines if not is_free(line))]
 
 
 def _epilogue(graph: Graph, product: Op, body: Body, lines: list[str], taken: str) -> Epilogue:

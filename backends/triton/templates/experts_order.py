@@ -15,27 +15,22 @@ import triton.language as tl
 
 
 @triton.jit
-def count_pairs(ids, place, P, E, CHUNK: tl.constexpr, NUMBERS: tl.constexpr):
-    """How many of a chunk's pairs each expert has, [NUMBERS], and the experts of the chunk."""
-    pair = place + tl.arange(0, CHUNK)
+def experts_of(ids, pair, P, E, NUMBERS: tl.constexpr):
+    """The experts of pairs; NUMBERS where there is none."""
     expert = tl.load(ids + pair, mask=pair < P, other=-1).to(tl.int32)
-    known = (expert >= 0) & (expert < E)
-    expert = tl.where(known, expert, NUMBERS)
-    hits = (expert[:, None] == tl.arange(0, NUMBERS)[None, :]).to(tl.int32)
-    return expert, hits, tl.sum(hits, axis=0)
+    return tl.where((expert >= 0) & (expert < E), expert, NUMBERS)
 
 
 @triton.jit
-def rank_pairs(expert, CHUNK: tl.constexpr):
-    """For each pair, how many before it in the chunk go to the same expert."""
-    index = tl.arange(0, CHUNK)
-    same = (expert[:, None] == expert[None, :]) & (index[None, :] < index[:, None])
-    return tl.sum(same.to(tl.int32), axis=1)
+def counts_of(expert, NUMBERS: tl.constexpr):
+    """How many of some pairs each expert has, [NUMBERS]."""
+    hits = expert[:, None] == tl.arange(0, NUMBERS)[None, :]
+    return tl.sum(hits.to(tl.int32), axis=0)
 
 
 @triton.jit
 def write_tiles(tiles, counts, LIMIT, ROWS: tl.constexpr, NUMBERS: tl.constexpr):
-    """The table of tiles; returns each expert's first place in the order."""
+    """The table of tiles, of how many pairs each expert has."""
     ends = tl.cumsum(counts, axis=0)
     firsts = ends - counts
     numbers = (counts + ROWS - 1) // ROWS
@@ -51,43 +46,50 @@ def write_tiles(tiles, counts, LIMIT, ROWS: tl.constexpr, NUMBERS: tl.constexpr)
     for tile in tl.range(total, LIMIT, NUMBERS):
         at = tile + expert
         tl.store(tiles + at, -1, mask=at < LIMIT)
-    return firsts
 
 
 @triton.jit
 def order_few(
     ids, order, tiles, P, E, LIMIT,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, NUMBERS: tl.constexpr,
+    ROWS: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """All in one program, for few pairs."""
-    counts = tl.zeros([NUMBERS], tl.int32)
-    for place in tl.range(0, P, CHUNK):
-        _, _, more = count_pairs(ids, place, P, E, CHUNK, NUMBERS)
-        counts += more
-    next_place = write_tiles(tiles, counts, LIMIT, ROWS, NUMBERS)
-    for place in tl.range(0, P, CHUNK):
-        expert, hits, more = count_pairs(ids, place, P, E, CHUNK, NUMBERS)
-        at = tl.sum(hits * next_place[None, :], axis=1) + rank_pairs(expert, CHUNK)
-        tl.store(order + at, place + tl.arange(0, CHUNK), mask=expert < NUMBERS)
-        next_place += more
+    """All in one launch, for at most ALL pairs: every program compares its pairs with all others.
+
+    Program 0 writes the table of tiles, each other one the places of CHUNK pairs.
+    """
+    if tl.program_id(0) == 0:
+        counts = tl.zeros([NUMBERS], tl.int32)
+        for begin in tl.range(0, ALL, STEP):
+            some = experts_of(ids, begin + tl.arange(0, STEP), P, E, NUMBERS)
+            counts += counts_of(some, NUMBERS)
+        write_tiles(tiles, counts, LIMIT, ROWS, NUMBERS)
+    else:
+        every = tl.arange(0, ALL)
+        experts = experts_of(ids, every, P, E, NUMBERS)
+        pair = (tl.program_id(0) - 1) * CHUNK + tl.arange(0, CHUNK)
+        expert = experts_of(ids, pair, P, E, NUMBERS)
+        # By expert, then by number.
+        before = (experts * ALL + every)[None, :] < (expert * ALL + pair)[:, None]
+        place = tl.sum(before.to(tl.int32), axis=1)
+        tl.store(order + place, pair, mask=expert < NUMBERS)
 
 
 @triton.jit
 def order_count(ids, counts, P, E, CHUNK: tl.constexpr, NUMBERS: tl.constexpr):
     """First step for many pairs: counts of each chunk, [chunks, NUMBERS]."""
     chunk = tl.program_id(0)
-    _, _, found = count_pairs(ids, chunk * CHUNK, P, E, CHUNK, NUMBERS)
-    tl.store(counts + chunk * NUMBERS + tl.arange(0, NUMBERS), found)
+    expert = experts_of(ids, chunk * CHUNK + tl.arange(0, CHUNK), P, E, NUMBERS)
+    tl.store(counts + chunk * NUMBERS + tl.arange(0, NUMBERS), counts_of(expert, NUMBERS))
 
 
 @triton.jit
 def order_scan(
-    counts, firsts, tiles, CHUNKS, LIMIT,
-    ROWS: tl.constexpr, STEP: tl.constexpr, NUMBERS: tl.constexpr,
+    counts, totals, CHUNKS, STEP: tl.constexpr, SPAN: tl.constexpr, NUMBERS: tl.constexpr
 ):  # fmt: skip
-    """Second step, one program: counts become the number of pairs in earlier chunks."""
-    expert = tl.arange(0, NUMBERS)
-    total = tl.zeros([NUMBERS], tl.int32)
+    """Second step, SPAN experts a program: counts become the number of pairs in earlier chunks."""
+    expert = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    total = tl.zeros([SPAN], tl.int32)
     for begin in tl.range(0, CHUNKS, STEP):
         chunk = begin + tl.arange(0, STEP)
         at = counts + chunk[:, None] * NUMBERS + expert[None, :]
@@ -96,19 +98,27 @@ def order_scan(
         before = tl.cumsum(found, axis=0) - found + total[None, :]
         tl.store(at, before, mask=there)
         total += tl.sum(found, axis=0)
-    tl.store(firsts + expert, write_tiles(tiles, total, LIMIT, ROWS, NUMBERS))
+    tl.store(totals + expert, total)
 
 
 @triton.jit
 def order_place(
-    ids, order, counts, firsts, P, E, CHUNK: tl.constexpr, NUMBERS: tl.constexpr
+    ids, order, counts, totals, tiles, P, E, LIMIT,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Third step: each chunk puts its pairs in their places."""
-    chunk = tl.program_id(0)
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = tl.load(ids + pair, mask=pair < P, other=-1).to(tl.int32)
-    known = (expert >= 0) & (expert < E)
-    expert = tl.where(known, expert, NUMBERS)
-    before = tl.load(counts + chunk * NUMBERS + expert, mask=known, other=0)
-    first = tl.load(firsts + expert, mask=known, other=0)
-    tl.store(order + first + before + rank_pairs(expert, CHUNK), pair, mask=known)
+    """Third step: program 0 writes the table of tiles, the others put pairs in their places."""
+    total = tl.load(totals + tl.arange(0, NUMBERS))
+    if tl.program_id(0) == 0:
+        write_tiles(tiles, total, LIMIT, ROWS, NUMBERS)
+    else:
+        chunk = tl.program_id(0) - 1
+        index = tl.arange(0, CHUNK)
+        pair = chunk * CHUNK + index
+        expert = experts_of(ids, pair, P, E, NUMBERS)
+        known = expert < NUMBERS
+        before = tl.load(counts + chunk * NUMBERS + expert, mask=known, other=0)
+        earlier = tl.arange(0, NUMBERS)[None, :] < expert[:, None]
+        first = tl.sum(tl.where(earlier, total[None, :], 0), axis=1)
+        same = (expert[:, None] == expert[None, :]) & (index[None, :] < index[:, None])
+        rank = tl.sum(same.to(tl.int32), axis=1)
+        tl.store(order + first + before + rank, pair, mask=known)

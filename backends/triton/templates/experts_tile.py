@@ -85,7 +85,10 @@ def add_product(
         inner = at + tl.arange(0, DEPTH)
         w = tl.load(codes[:, None] + inner[None, :])
         if FORMAT == "e4m3":
-            # Codes are exact in bf16; a scaled weight would not be.
+            # Codes are exact in bf16; a scaled weight would not be. Codes times codes take steps of
+            # 32 and more: shorter ones are widened too.
+            if GROUP >= 0 and DEPTH < 32:
+                x = x.to(tl.bfloat16)
             factor = scale_value(scale, POWERS)
             if ALIKE:
                 is_odd = tl.arange(0, OUT) % 2 == 1
