@@ -212,10 +212,15 @@ def _refuses_pages(candidate: Candidate) -> bool:
 def _page_groups(
     module: Module, size: int, target: Target
 ) -> Iterator[tuple[str, Query, tuple[Candidate, ...], Mapping[str, int]]]:
-    """Groups that touch states, with their candidates at a page size and typical sizes."""
+    """Groups that touch states, with their candidates at a page size and typical sizes.
+
+    Contexts are equally long at every page size: typical pages are counted in default ones.
+    """
     changed = with_page_size(module, size)
     limits = changed.limits()
     env = sample_sizes(target, limits)[-1]
+    if "P" in env:
+        env = {**env, "P": max(env["P"] * DEFAULT_PAGE // size, 1)}
     for graph in changed.graphs:
         strided = strided_of(graph)
         for op in graph.ops:

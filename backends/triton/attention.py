@@ -123,6 +123,11 @@ def prefill_tile(call: Attention) -> Tile:
     return Tile(128, 64, 8, 3)
 
 
+# Where a page holds a whole block, on cards with wgmma: two programs share a multiprocessor, and
+# one multiplies while the other takes exponentials.
+PAGED_TILE = Tile(64, 64, 4, 3)
+
+
 def split_tile(call: Attention) -> Tile:
     """The tile for few new tokens: as many rows as they make, 16 at least."""
     rows = split_rows(call.group, call.q.shape[0], call.lengths.shape[0])

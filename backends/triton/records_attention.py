@@ -1,4 +1,4 @@
-"""Records of the two forms of paged attention; the cost of each says which sizes it is for."""
+"""Records of the forms of paged attention; the cost of each says which sizes it is for."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,6 +17,7 @@ from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.constraints import state_like
 from metainfer.backends.triton.attention import (
+    PAGED_TILE,
     PER_SM,
     SMALLEST_PAGE,
     WIDEST_HEAD,
@@ -30,22 +31,43 @@ from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import Launch, TritonBinder
 from metainfer.backends.triton.scratch import scratch_bytes
 from metainfer.hardware.device import Device
+from metainfer.ir.entries import is_rounded
 from metainfer.ir.graph import Op
 from metainfer.ir.types import StateType
 
 BF16_STEP = 2.0**-8
 _MOST_ROWS = 64  # of a tile of the split form
 _PREFILL_ROWS = 128
+_WIDEST_PAGED = 128  # numbers of a head
 
-# Not measured yet: half of what a plain loop of wgmma is known to reach, and a copy's rate less
-# the pieces that programs leave.
-PREFILL = Efficiency(0.5, 0.5, source="assumed, to be replaced by benchmarks/gpu/attention.py")
-SPLIT = Efficiency(0.7, 0.25, source="assumed, to be replaced by benchmarks/gpu/attention.py")
+# H200, 8 prompts of 2,048 tokens, 32 heads of 128 and 8 key heads, against 686 TFLOP/s of a plain
+# product: 296 TFLOP/s over pages of 16, 402 over pages of 64 by smaller tiles. Memory is assumed.
+PREFILL = Efficiency(
+    0.5, 0.44, source="H200, benchmarks/gpu/attention.py, 2026-11-30; memory assumed"
+)  # fmt: skip
+PAGED = Efficiency(
+    0.5, 0.59, source="H200, benchmarks/gpu/attention.py, 2026-11-30; memory assumed"
+)  # fmt: skip
+# H200, 64 sequences of 1,024 tokens: 75.2 us in two launches, 62.0 by the bandwidth.
+SPLIT = Efficiency(
+    0.82, 0.25, source="H200, kernels of a decode step, 2026-11-30; compute assumed"
+)  # fmt: skip
 
 
 def register_attention(kernels: Registry, layouts: LayoutRegistry) -> None:
-    """Add the two forms."""
+    """Add the forms: for many new tokens, the same where pages hold whole blocks, for few."""
     kernels.add(_kernel("prefill", PREFILL, _prefill, layouts, launches=1, effort=_prefill_effort))
+    kernels.add(
+        _kernel(
+            "prefill_paged", PAGED, _prefill_paged, layouts, launches=1, effort=_paged_effort,
+            requires=(
+                feature("wgmma"),
+                head_widths(1, _WIDEST_PAGED),
+                page_is_power(1, PAGED_TILE.keys),
+                state_is_plain(1),
+            ),
+        )
+    )  # fmt: skip
     kernels.add(
         replace(
             _kernel("split", SPLIT, _split, layouts, launches=2, effort=_split_effort),
@@ -56,6 +78,10 @@ def register_attention(kernels: Registry, layouts: LayoutRegistry) -> None:
 
 def _prefill(call: TorchCall) -> list[Launch]:
     return prefill(of_call(call))
+
+
+def _prefill_paged(call: TorchCall) -> list[Launch]:
+    return prefill(of_call(call), PAGED_TILE)
 
 
 def _split(call: TorchCall) -> list[Launch]:
@@ -69,6 +95,7 @@ def _kernel(
     layouts: LayoutRegistry,
     launches: int,
     effort: Callable[[Op, Device, Mapping[str, int]], float],
+    requires: tuple[Constraint, ...] = (),
 ) -> Kernel:
     return Kernel(
         f"triton.attention_{form}",
@@ -82,6 +109,7 @@ def _kernel(
             head_widths(1),
             page_is_power(1),
             attr_not_negative("scale"),
+            *requires,
         ),
         efficiency=efficiency,
         launches=launches,
@@ -95,27 +123,37 @@ def _kernel(
 # --- what they require -------------------------------------------------------------------------
 
 
-def head_widths(state_operand: int) -> Constraint:
+def head_widths(state_operand: int, widest: int = WIDEST_HEAD) -> Constraint:
     """Keys and values are multiples of 8 wide, up to a limit."""
 
     def check(query: Query) -> str | None:
         state = query.op.operands[state_operand].state
         widths = [state.field_type(name).shape[-1].static for name in ("k", "v")]
-        fits_all = all(w <= WIDEST_HEAD and w % 8 == 0 for w in widths)
+        fits_all = all(w <= widest and w % 8 == 0 for w in widths)
         return None if fits_all else " and ".join(map(str, widths))
 
-    return Constraint(f"key and value width <= {WIDEST_HEAD}, % 8 == 0", check)
+    return Constraint(f"key and value width <= {widest}, % 8 == 0", check)
 
 
-def page_is_power(state_operand: int) -> Constraint:
+def page_is_power(state_operand: int, smallest: int = SMALLEST_PAGE) -> Constraint:
     """The state's page size is a power of two that is large enough; 0 is still open."""
 
     def check(query: Query) -> str | None:
         size = query.op.operands[state_operand].state.page_size
-        fine = size == 0 or (size >= SMALLEST_PAGE and size & (size - 1) == 0)
+        fine = size == 0 or (size >= smallest and size & (size - 1) == 0)
         return None if fine else f"{size}"
 
-    return Constraint(f"page size is a power of two >= {SMALLEST_PAGE}", check)
+    return Constraint(f"page size is a power of two >= {smallest}", check)
+
+
+def state_is_plain(state_operand: int) -> Constraint:
+    """Keys and values are plain numbers, no codes that are widened first."""
+
+    def check(query: Query) -> str | None:
+        state = query.op.operands[state_operand].state
+        return "codes" if is_rounded(state) else None
+
+    return Constraint("keys and values are plain numbers", check)
 
 
 def attr_not_negative(name: str) -> Constraint:
@@ -148,12 +186,22 @@ def _heads(op: Op) -> tuple[int, int]:
 
 
 def _prefill_effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
-    """Rows of tiles over real rows, and multiprocessors over tiles where there are too few."""
+    return _effort_of(op, device, env, _PREFILL_ROWS, 1)
+
+
+def _paged_effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
+    return _effort_of(op, device, env, PAGED_TILE.rows, PAGED_TILE.per_sm)
+
+
+def _effort_of(
+    op: Op, device: Device, env: Mapping[str, int], rows: int, per_sm: int
+) -> float:  # fmt: skip
+    """Rows of tiles over real rows, and what runs at once over tiles where there are too few."""
     heads, group = _heads(op)
     tokens = op.operands[0].tensor.shape[0].evaluate(env)
-    tiles = tokens * group // _PREFILL_ROWS + env.get("B", 1)
+    tiles = tokens * group // rows + env.get("B", 1)
     programs = tiles * (heads // group)
-    return tiles * _PREFILL_ROWS / (tokens * group) * max(1.0, device.num_sms / programs)
+    return tiles * rows / (tokens * group) * max(1.0, per_sm * device.num_sms / programs)
 
 
 def _split_effort(op: Op, device: Device, env: Mapping[str, int]) -> float:

@@ -7,22 +7,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pass_oracle import parse_any
 from torch_samples import assert_close, scalar
 from triton_attention import Case, attention_op, call_of, run_form
-from triton_worker import CARDS, applies, check_compiles, interpreted, run_named
+from triton_worker import CARDS, applies, check_compiles, interpreted, refused, run_named
 
+from metainfer.backends.kernel import Registry
 from metainfer.backends.registry import installed
 from metainfer.backends.torch.check import make_op, run_kernel, run_reference
 from metainfer.backends.triton.attention import Tile, prefill, split
+from metainfer.backends.triton.cross import faults_of, resources_of
 from metainfer.backends.triton.records_attention import BF16_STEP
 from metainfer.compiler.cost import CostModel
+from metainfer.compiler.kernels import launches_of
+from metainfer.hardware import load_machine
 from metainfer.ir.dims import dim
 from metainfer.ir.dtypes import parse_dtype
 from metainfer.ir.entries import KV_FP8, entry_fields
 from metainfer.ir.errors import PlanError, Unsupported
+from metainfer.ir.options import Options
+from metainfer.ir.strategy import Strategy
 from metainfer.ir.types import StateType, tensor
+from metainfer.passes.layout import layout
+from metainfer.passes.target import Report, Target
 
 FORMS = ("triton.attention_prefill", "triton.attention_split")
+PAGED = "triton.attention_prefill_paged"
 CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
@@ -63,9 +73,10 @@ def test_how_many_programs_share_the_work_changes_nothing(programs: int) -> None
     check_form(MIXED, "split", Tile(16, 16, 4, 2), programs)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [*FORMS, PAGED])
 def test_kernels_of_the_registry(name: str) -> None:
-    op, data = attention_op(replace(MIXED, widths=(16, 16)))
+    page = 64 if name == PAGED else 16
+    op, data = attention_op(replace(MIXED, widths=(16, 16), page=page))
     found = interpreted(run_named, name, op, data, {})
     assert_close(found[0], run_reference(op, data)[0], scalar("bf16"), BF16_STEP)
 
@@ -116,10 +127,39 @@ def test_they_fit_8_heads_of_one_key_head() -> None:
         assert not any(found.values()), found
 
 
-def cheapest(env: Mapping[str, int], card: str, heads: tuple[int, int] = (32, 8)) -> str:
-    backends, op = installed(), symbolic(heads, 128, 16)
+def test_blocks_of_whole_pages_fit_where_there_are_warpgroups() -> None:
+    op, card = symbolic((32, 8), 128, 64), CARDS["1xh200"]
+    (launch,) = launches_of(installed().kernels.get(PAGED), op, card, PREFILL, installed())
+    found = resources_of(launch, card)
+    assert faults_of(found, launch, card) == []
+    assert all(i.startswith("wgmma") for i in found.matrix)
+    # Two programs share a multiprocessor: neither memory nor registers stand in the way.
+    assert 2 * found.shared_bytes <= card.smem_per_block_bytes
+    assert 2 * 32 * launch.num_warps * found.registers <= 65536
+    limits = {k: (1, n) for k, n in PREFILL.items()}
+    assert applies(PAGED, op, CARDS["8xpcie"], limits)[0].startswith("wanted feature wgmma")
+
+
+@pytest.mark.parametrize(
+    ("width", "page", "dtype", "words"),
+    [
+        (128, 32, "bf16", "page size is a power of two >= 64, found 32"),
+        (192, 64, "bf16", "width <= 128, % 8 == 0, found 192 and 192"),
+        (128, 64, str(KV_FP8), "keys and values are plain numbers, found codes"),
+    ],
+)
+def test_what_blocks_of_whole_pages_refuse(width: int, page: int, dtype: str, words: str) -> None:
+    assert words in " ".join(refused(PAGED, symbolic((4, 2), width, page, dtype)))
+
+
+def cheapest(
+    env: Mapping[str, int], card: str, heads: tuple[int, int] = (32, 8), page: int = 16
+) -> str:
+    backends, op = installed(), symbolic(heads, 128, page)
     model = CostModel(backends.layouts)
     names = [*FORMS, "cuda.attention_paged"]
+    if page >= 64 and CARDS[card].has("wgmma"):
+        names.append(PAGED)
     kernels = [backends.kernels.get(n) for n in names]
     costs = [model.kernel(k, op, CARDS[card], env).seconds for k in kernels]
     return names[int(np.argmin(costs))]
@@ -130,6 +170,8 @@ def test_the_cost_picks_the_form(card: str) -> None:
     assert cheapest(DECODE, card) == "triton.attention_split"
     assert cheapest({"T": 1, "B": 1, "P": 64}, card, (8, 1)) == "triton.attention_split"
     assert cheapest(PREFILL, card) == "triton.attention_prefill"
+    has_warpgroups = CARDS[card].has("wgmma")
+    assert (cheapest(PREFILL, card, page=64) == PAGED) == has_warpgroups
 
 
 @pytest.mark.parametrize(
@@ -159,10 +201,28 @@ def test_what_the_launchers_refuse() -> None:
         split(replace(call, workspace=torch.empty(64, dtype=torch.uint8)))
 
 
+@pytest.mark.parametrize(("hw", "page"), [("1xh200", 64), ("8xpcie", 16)])
+def test_pages_hold_whole_blocks_where_that_is_faster(hw: str, page: int) -> None:
+    module = parse_any("""graph f(%q: bf16[T,32,128],
+        $kv: pages(k: bf16[8,128], v: bf16[8,128]) per token) {
+      %0 = attention(%q, $kv, step.starts, step.lengths, step.pages) : bf16[T,32,128]
+      return %0
+    }""")
+    strategy = Strategy("prefill", typical=(("B", 1), ("P", 32), ("R", 1)))
+    kernels = Registry()
+    for kernel in installed().kernels.candidates("attention"):
+        kernels.add(replace(kernel, fits=None))  # nothing is compiled here
+    costs = CostModel(installed().layouts)
+    target = Target(load_machine(hw), strategy, Options(), kernels, costs, Report())
+    made = layout(module, target)
+    assert {s.state.page_size for g in made.graphs for s in g.states} == {page}
+
+
 LARGE = {
     "decode": Case((1024, 17, 5000, 900), (1, 1, 1, 1), heads=(32, 8), widths=(128, 128), page=64),
     "8 heads": Case((4000, 33), (1, 1), heads=(8, 1), widths=(128, 128), padding=(6, 6)),
     "prefill": Case((700, 512, 300), (700, 200, 1), heads=(16, 4), widths=(128, 128)),
+    "pages of 64": Case((700, 512, 5), (700, 200, 5), heads=(6, 2), widths=(128, 128), page=64),
     "window": Case((900, 512), (300, 512), heads=(9, 3), window=128),
     "96": Case((333, 512), (100, 512), heads=(8, 8), widths=(96, 96), page=32, dtype="f16"),
     "192 and 128": Case((300, 77), (300, 1), heads=(4, 2), widths=(192, 128)),
@@ -171,10 +231,12 @@ LARGE = {
 
 
 @pytest.mark.parametrize("case", LARGE)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [*FORMS, PAGED])
 @pytest.mark.parametrize("mark", [pytest.param("", marks=CUDA)])
 def test_on_a_gpu(name: str, case: str, mark: str) -> None:
     backends, (op, data) = installed(), attention_op(LARGE[case])
     kernel = backends.kernels.get(name)
+    if refused(name, op):
+        pytest.skip("the form is for other pages or heads")
     found = run_kernel(kernel, op, data, backends.layouts, device="cuda", card=CARDS["1xh200"])
     assert_close(found[0], run_reference(op, data)[0], scalar(LARGE[case].dtype), BF16_STEP)
