@@ -21,7 +21,7 @@ from metainfer.backends.triton.interpreter import is_interpreting
 from metainfer.backends.triton.launch import Launch
 from metainfer.backends.triton.pointwise import argument, sizes_of, strided_of
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
-from metainfer.ir.dtypes import F4E2M1, F8E8M0
+from metainfer.ir.dtypes import F4E2M1, F8E8M0, MXFP4, NVFP4
 from metainfer.ir.errors import Unsupported
 
 DIRECT_PAIRS = 16  # up to so many, each pair is a tile of its own and nothing is sorted
@@ -81,6 +81,7 @@ class Weight:
         high: outputs of a block, 0 for all.
         wide: inputs of a block, 0 for all.
         powers: scales are exponents of two.
+        rows: second scales, [E, outputs, 1]; None without.
     """
 
     codes: torch.Tensor
@@ -89,6 +90,12 @@ class Weight:
     high: int = 0
     wide: int = 0
     powers: bool = False
+    rows: torch.Tensor | None = None
+
+    @property
+    def second(self) -> torch.Tensor:
+        """Second scales, or what stands in their place."""
+        return self.scales if self.rows is None else self.rows
 
     @property
     def inputs(self) -> int:
@@ -148,9 +155,9 @@ def weight_of(data: torch.Tensor | Codes) -> Weight:
     powers = data.format.scale == F8E8M0
     scales = data.scales.view(torch.uint8) if powers else data.scales
     if data.format.element == F4E2M1:
-        if not powers or (high, wide) != (1, 32):
-            raise Unsupported(f"experts of {data.format}", advice="fp4 in groups of 32: MXFP4")
-        return Weight(data.codes, "e2m1", scales, high, wide, powers)
+        if data.format not in (MXFP4, NVFP4):
+            raise Unsupported(f"experts of {data.format}", advice=f"known are {MXFP4} and {NVFP4}")
+        return Weight(data.codes, "e2m1", scales, high, wide, powers, data.row_scales)
     codes = data.codes.view(torch.float8_e4m3fn)
     return Weight(codes, "e4m3", scales, high, wide, powers)
 
@@ -213,7 +220,8 @@ def check(call: Experts) -> None:
     if not all(t.is_contiguous() for t in dense.values()) or call.x.stride(1) != 1:
         raise Unsupported("experts: x, ids, weights or the result have gaps", advice="copy them")
     for name, weight in (("gate", call.gate), ("up", call.up), ("down", call.down)):
-        if weight.inputs % SMALLEST_ROWS or (weight.format == "e2m1" and weight.inputs % 32):
+        step = weight.wide if weight.format == "e2m1" else 1
+        if weight.inputs % SMALLEST_ROWS or weight.inputs % step:
             raise Unsupported(
                 f"experts: {name} takes {weight.inputs} inputs",
                 advice="the kernels take multiples of 16, of 32 in MXFP4: pad the weight",
@@ -221,7 +229,7 @@ def check(call: Experts) -> None:
         if weight.codes.stride(2) != 1:
             raise Unsupported(f"experts: rows of {name} have gaps", advice="copy it")
         if weight.format == "e2m1" and call.x.dtype != torch.bfloat16:
-            raise Unsupported(f"experts: MXFP4 weights and {call.x.dtype}", advice="use bf16")
+            raise Unsupported(f"experts: fp4 weights and {call.x.dtype}", advice="use bf16")
     same = call.gate.scales.stride() == call.up.scales.stride() or call.gate.format == "plain"
     if call.gate.format != call.up.format or not same:
         raise Unsupported("experts: gate and up are of different formats")
@@ -365,8 +373,9 @@ def _format(weight: Weight, tile: Tile, direct: bool, group: int = -1) -> dict[s
         "DEPTH": _depth(tile, weight, group), "DIRECT": direct,
         # A block of scales spans the columns of every tile.
         "ALIKE": weight.format == "e4m3" and weight.high % tile.columns == 0,
-        # Triton's scaled product has no form in its interpreter.
-        "NATIVE": not is_interpreting(),
+        # Triton's scaled product takes powers of two, and has no form in its interpreter.
+        "NATIVE": weight.powers and not is_interpreting(),
+        "ROWED": weight.rows is not None,
     }  # fmt: skip
 
 
@@ -386,6 +395,7 @@ def _gate_up(
         "x_scale_token": 0 if scales is None else scales.stride(0), "weights": call.weights,
         "gate": call.gate.codes,
         "gate_scale": call.gate.scales, "up": call.up.codes, "up_scale": call.up.scales,
+        "gate_rows": call.gate.second, "up_rows": call.up.second,
         "hidden": hidden, "CHOICES": call.ids.shape[1], "D": call.x.shape[1], "F": inner,
         "x_token": call.x.stride(0), "hidden_row": inner,
         "gate_expert": call.gate.codes.stride(0), "gate_out": call.gate.codes.stride(1),
@@ -416,7 +426,7 @@ def _down(
     tile, width, inner = tiles.down, call.out.shape[1], call.down.inputs
     arguments = {
         **shared, "hidden": hidden, "down": call.down.codes, "down_scale": call.down.scales,
-        "pairs": pairs, "D": width, "F": inner, "hidden_row": inner,
+        "down_rows": call.down.second, "pairs": pairs, "D": width, "F": inner, "hidden_row": inner,
         "down_expert": call.down.codes.stride(0), "down_out": call.down.codes.stride(1),
         **_scale_strides(call.down),
     }  # fmt: skip

@@ -30,7 +30,7 @@ from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import Launch, TritonBinder
 from metainfer.backends.triton.linear import is_rounded
 from metainfer.hardware.device import Device
-from metainfer.ir.dtypes import F4E2M1, F8E4M3, MXFP4, Block, DType
+from metainfer.ir.dtypes import F8E4M3, MXFP4, NVFP4, Block, DType
 from metainfer.ir.graph import Op
 
 BF16_STEP = 2.0**-8
@@ -63,7 +63,8 @@ def _register(kind: str, kernels: Registry, layouts: LayoutRegistry) -> None:
         kernels.add(_kernel(kind, f"{name}_wide", requires, WIDE, layouts, wide=True))
     for form, text, holds, activations in (
         ("e4m3", "e4m3 codes without offsets", _is_e4m3, ("bf16", "f16")),
-        ("e2m1", str(MXFP4), _is_mxfp4, ("bf16",)),
+        ("e2m1", str(MXFP4), lambda found: found == MXFP4, ("bf16",)),
+        ("nvfp4", str(NVFP4), lambda found: found == NVFP4, ("bf16",)),
     ):
         kept = tuple(format_is(i, text, holds) for i in _STACKS)
         requires = (dtype(0, *activations), *kept, alike(3, 4), feature("fp8_mma"))
@@ -153,10 +154,6 @@ def alike(first: int, second: int) -> Constraint:
 
 def _is_e4m3(found: DType) -> bool:
     return isinstance(found, Block) and found.element is F8E4M3 and found.is_single
-
-
-def _is_mxfp4(found: DType) -> bool:
-    return isinstance(found, Block) and found.element is F4E2M1 and found == MXFP4
 
 
 def _workspace(query: Query) -> int:

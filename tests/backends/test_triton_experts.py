@@ -34,7 +34,7 @@ CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-FP8, MXFP4 = "f8e4m3/128x128:f32", "f4e2m1/32:f8e8m0"
+FP8, MXFP4, NVFP4 = "f8e4m3/128x128:f32", "f4e2m1/32:f8e8m0", "f4e2m1/16:f8e4m3*f32"
 
 
 def wanted_order(ids: np.ndarray[Any, Any], num: int, rows: int) -> tuple[list[int], Any]:
@@ -84,7 +84,9 @@ CASES = {
     "fp8 rows": Case(3, format="f8e4m3/row:f32", dtype="f16"),
     "fp8 groups, powers": Case(9, format="f8e4m3/1x128:f8e8m0", width=128, inner=160),
     "mxfp4": Case(9, format=MXFP4, inner=96, routing="some"),
-    "mxfp4, one token": Case(1, format=MXFP4, inner=96),
+    "nvfp4": Case(9, format=NVFP4, inner=48, routing="some"),
+    "nvfp4, one token": Case(1, format=NVFP4, inner=96),
+    "fp8, small blocks": Case(9, format="f8e4m3/32x32:f32", inner=96, routing="some"),
 }
 
 
@@ -125,12 +127,20 @@ def qwen3(format_: str, experts_: int = 128, inner: int = 768) -> Op:
     return make_op("experts", types, {}, weights=[3, 4, 5])
 
 
-FORMATS = {"bf16": "bf16", "e4m3": FP8, "e2m1": MXFP4}
+FORMATS = {"bf16": "bf16", "e4m3": FP8, "e2m1": MXFP4, "nvfp4": NVFP4}
 
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [("bf16", 1), ("bf16", 16), ("bf16", 16384), ("e4m3", 16), ("e4m3", 16384), ("e2m1", 16)],
+    [
+        ("bf16", 1),
+        ("bf16", 16),
+        ("bf16", 16384),
+        ("e4m3", 16),
+        ("e4m3", 16384),
+        ("e2m1", 16),
+        ("nvfp4", 16),
+    ],
 )
 def test_they_fit_both_cards(name: str, tokens: int) -> None:
     check_compiles(f"triton.experts_{name}", qwen3(FORMATS[name]), {"T": tokens})

@@ -44,20 +44,23 @@ def scale_offset(out, first, stride, HIGH: tl.constexpr, ALIKE: tl.constexpr):
 
 @triton.jit
 def experts_gate_up(
-    x, x_scale, ids, order, tiles, weights, gate, gate_scale, up, up_scale, hidden,
+    x, x_scale, ids, order, tiles, weights, gate, gate_scale, up, up_scale, gate_rows, up_rows,
+    hidden,
     P, E, LIMIT, CHOICES, D, F, x_token, x_scale_token, hidden_row,
     gate_expert, gate_out, up_expert, up_out,
     scale_expert, scale_out, scale_in,
     FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
     GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr,
+    DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr, ROWED: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """hidden = weight * act(gate @ x) * (up @ x), for COLUMNS of the inner width.
 
     Gate and up go through one product, side by side column by column, so that a thread holds both
     numbers of a pair when it multiplies them. The router's weight is applied here: what follows
     is linear. Shapes: x [T, D], plain numbers or codes with scales for GROUP of a row (see
-    `multiply`), gate and up [E, F, D], hidden [P, F] in the order of places.
+    `multiply`), gate and up [E, F, D], hidden [P, F] in the order of places. ROWED: weights have
+    second scales, one for each output.
     """
     blocks = tl.cdiv(F, COLUMNS)
     tile = tl.program_id(0) // blocks
@@ -85,6 +88,9 @@ def experts_gate_up(
         rows, there, codes, even, odd, x_scale + token * x_scale_token, 0, D, scale_in,
         FORMAT, ROWS, 2 * COLUMNS, DEPTH, WIDE, POWERS, ALIKE, NATIVE, GROUP,
     )  # fmt: skip
+    if ROWED:
+        second = far * F + out
+        acc *= tl.load(tl.where(is_up, up_rows + second, gate_rows + second))[None, :]
     gated, upped = tl.split(tl.reshape(acc, (ROWS, COLUMNS, 2)))
     share = tl.load(weights + pair, mask=there, other=0.0).to(tl.float32)
     value = activate(gated, GELU) * upped * share[:, None]
@@ -99,12 +105,12 @@ def experts_gate_up(
 
 @triton.jit
 def experts_down(
-    hidden, ids, order, tiles, down, down_scale, pairs,
+    hidden, ids, order, tiles, down, down_scale, down_rows, pairs,
     P, E, LIMIT, D, F, hidden_row, down_expert, down_out,
     scale_expert, scale_out, scale_in,
     FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
-    DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr,
+    DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr, ROWED: tl.constexpr,
 ):  # fmt: skip
     """pairs = down @ hidden, for COLUMNS of the width and one of PARTS of the inner width.
 
@@ -133,5 +139,7 @@ def experts_down(
         tl.minimum(part * span + span, F), scale_in,
         FORMAT, ROWS, COLUMNS, DEPTH, WIDE, POWERS, ALIKE, NATIVE, -1,
     )  # fmt: skip
+    if ROWED:
+        acc *= tl.load(down_rows + far * D + out)[None, :]
     spot = pairs + (pair * PARTS + part).to(tl.int64)[:, None] * D + column[None, :]
     tl.store(spot, acc.to(pairs.dtype.element_ty), mask=there[:, None] & (column[None, :] < D))

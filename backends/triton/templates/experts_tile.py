@@ -2,7 +2,7 @@
 
 Weights lie [experts, outputs, inputs]. Formats: "plain" (of the activations' type), "e4m3" (codes
 and a scale per block of HIGH outputs x WIDE inputs; 0: all), "e2m1" (two codes a byte, the first
-in the low half, one power of two per 32 inputs).
+in the low half, one scale per WIDE inputs: a power of two, or e4m3 and one more for each output).
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def scale_value(scale, POWERS: tl.constexpr):
     """A block's scale in float32; powers of two are kept as their exponents (e8m0)."""
-    value = scale
+    value = scale.to(tl.float32)
     if POWERS:
         # Exponent 0 is 2^-127, which float32 holds as a subnormal.
         exponent = scale.to(tl.int32)
@@ -31,26 +31,31 @@ def e2m1_value(code):
 
 
 @triton.jit
-def unpack_e2m1(codes, scales, OUT: tl.constexpr, DEPTH: tl.constexpr):
-    """Values [OUT, DEPTH] in float32 of bytes [OUT, DEPTH / 2] and exponents [OUT, DEPTH / 32]."""
+def unpack_e2m1(
+    codes, scales,
+    OUT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
+):  # fmt: skip
+    """Values [OUT, DEPTH] in float32 of bytes [OUT, DEPTH / 2] and scales [OUT, DEPTH / WIDE]."""
     values = tl.join(e2m1_value(codes & 15), e2m1_value(codes >> 4))
-    values = tl.reshape(values, (OUT, DEPTH // 32, 32))
-    return tl.reshape(values * scale_value(scales, True)[:, :, None], (OUT, DEPTH))
+    values = tl.reshape(values, (OUT, DEPTH // WIDE, WIDE))
+    return tl.reshape(values * scale_value(scales, POWERS)[:, :, None], (OUT, DEPTH))
 
 
 @triton.jit
 def load_scales(
     even, odd, at, stop, stride_scale,
-    FORMAT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
+    FORMAT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
+    ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """Scales of inputs ``at .. at + DEPTH``: [OUT], or [OUT, DEPTH / 32] in "e2m1".
+    """Scales of inputs ``at .. at + DEPTH``: [OUT], or [OUT, DEPTH / WIDE] in "e2m1".
 
     Where a block of outputs spans the tile (``ALIKE``) they are two numbers, of even outputs and
     of odd ones; else the second is the first again.
     """
     if FORMAT == "e2m1":
-        block = at // 32 + tl.arange(0, DEPTH // 32)
-        found = tl.load(even[:, None] + block[None, :], mask=at < stop, other=0)
+        block = at // WIDE + tl.arange(0, DEPTH // WIDE)
+        none = 0 if POWERS else 0.0
+        found = tl.load(even[:, None] + block[None, :], mask=at < stop, other=none)
         other = found
     else:
         place = 0
@@ -66,8 +71,8 @@ def load_scales(
 @triton.jit
 def add_product(
     acc, x, codes, scale, other, row_scales, there, at,
-    FORMAT: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, POWERS: tl.constexpr,
-    ALIKE: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr,
+    FORMAT: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
+    POWERS: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """acc + x @ w.T for inputs ``at .. at + DEPTH``, which lie in one group of x's scales.
 
@@ -80,7 +85,8 @@ def add_product(
         if NATIVE:
             acc = tl.dot_scaled(x, None, "bf16", tl.trans(w), scale, "e2m1", acc, fast_math=True)
         else:
-            acc = tl.dot(x, tl.trans(unpack_e2m1(w, scale, OUT, DEPTH).to(x.dtype)), acc)
+            values = unpack_e2m1(w, scale, OUT, DEPTH, WIDE, POWERS)
+            acc = tl.dot(x, tl.trans(values.to(x.dtype)), acc)
     else:
         inner = at + tl.arange(0, DEPTH)
         w = tl.load(codes[:, None] + inner[None, :])
@@ -121,18 +127,18 @@ def multiply(
     scale, other = 0, 0
     if FORMAT != "plain":
         scale, other = load_scales(
-            even, odd, first, stop, stride_scale, FORMAT, DEPTH, WIDE, ALIKE
+            even, odd, first, stop, stride_scale, FORMAT, DEPTH, WIDE, POWERS, ALIKE
         )  # fmt: skip
     for at in tl.range(first, stop, DEPTH):
         next_scale, next_other = scale, other
         if FORMAT != "plain":
             next_scale, next_other = load_scales(
-                even, odd, at + DEPTH, stop, stride_scale, FORMAT, DEPTH, WIDE, ALIKE
+                even, odd, at + DEPTH, stop, stride_scale, FORMAT, DEPTH, WIDE, POWERS, ALIKE
             )  # fmt: skip
         inputs = tl.load(rows + at, mask=there[:, None], other=0.0)
         acc = add_product(
             acc, inputs, codes, scale, other, row_scales, there, at,
-            FORMAT, OUT, DEPTH, POWERS, ALIKE, NATIVE, GROUP,
+            FORMAT, OUT, DEPTH, WIDE, POWERS, ALIKE, NATIVE, GROUP,
         )  # fmt: skip
         scale, other = next_scale, next_other
     if GROUP == 0:
