@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from metainfer.cli.bench import Load
 from metainfer.cli.ladder import Setup, measured_by_ranks
+from metainfer.cli.load import Load
 from metainfer.compiler.ladder import compile_rung, is_same, rungs_of
 from metainfer.compiler.verify import reference_spec
 from metainfer.ir.plan import Plan

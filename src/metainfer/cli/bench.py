@@ -1,10 +1,11 @@
 """`metainfer bench`: measured speed beside what the plan predicts and the roofline."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from metainfer.cli.load import Load
 from metainfer.cli.options import (
     Json,
     Mismatch,
@@ -94,6 +95,7 @@ def bench(
         return
     with as_rank(), progress(f"bench {plan}") as show:
         show("loading")
+        from metainfer.cli.measure import measure_model
         from metainfer.runtime.load import load
 
         model = load(
@@ -119,38 +121,6 @@ def bench(
         from metainfer.cli.tracing import save_trace
 
         save_trace(model, events, trace)
-
-
-class Load(NamedTuple):
-    """What a language model is measured with."""
-
-    prompt_tokens: int
-    new_tokens: int
-    batch: int
-
-
-def measure_model(
-    model: "LoadedModel", load: Load, sizes: dict[str, int], repeat: int,
-    show: Callable[[str], None],
-) -> "list[Measurement]":  # fmt: skip
-    """Prefill and decode of a language model, or calls of a module.
-
-    Args:
-        model: the model.
-        load: what a language model is measured with.
-        sizes: of a module, those that vary.
-        repeat: runs that count.
-        show: is told how far it is.
-
-    Raises: MetainferError for what the plan does not hold, or sizes of a language model.
-    """
-    from metainfer.cli.measure import bench_language_model, bench_module
-
-    if not model.is_language_model:
-        return bench_module(model, sizes, repeat, show)
-    if sizes:
-        raise MetainferError("--size is for modules", advice="give --prompt-tokens")
-    return bench_language_model(model, *load, repeat, show)
 
 
 def _traced(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from metainfer.cli.load import Load
 from metainfer.cli.output import (
     print_json,
     print_table,
@@ -23,7 +24,6 @@ from metainfer.cli.output import (
 from metainfer.ir.errors import CapacityError, MetainferError, RankError, Unsupported
 
 if TYPE_CHECKING:
-    from metainfer.cli.bench import Load
     from metainfer.cli.measure import Measurement
     from metainfer.compiler.ladder import Rung
     from metainfer.ir.plan import Plan
@@ -60,7 +60,7 @@ class Climbed:
 
 
 def climb(
-    path: Path, load: "Load", sizes: dict[str, int], repeat: int, setup: Setup, *, as_json: bool
+    path: Path, load: Load, sizes: dict[str, int], repeat: int, setup: Setup, *, as_json: bool
 ) -> None:
     """Measure a plan's ladder and print it.
 
@@ -96,7 +96,7 @@ def climb(
 
 
 def _climbed(
-    plan: "Plan", spec: Any, load: "Load", sizes: dict[str, int], repeat: int, setup: Setup,
+    plan: "Plan", spec: Any, load: Load, sizes: dict[str, int], repeat: int, setup: Setup,
     show: Show,
 ) -> list[Climbed]:  # fmt: skip
     from metainfer.compiler.ladder import compile_rung, is_same, rungs_of
@@ -123,12 +123,12 @@ def _climbed(
 
 
 def _measured(
-    plan: "Plan", rung: "Rung", load: "Load", sizes: dict[str, int], repeat: int, setup: Setup,
+    plan: "Plan", rung: "Rung", load: Load, sizes: dict[str, int], repeat: int, setup: Setup,
     show: Show,
 ) -> "Sequence[Measurement]":  # fmt: skip
     if plan.layout.num_ranks > 1:
         return measured_by_ranks(plan, rung.captures, load, repeat, setup)
-    from metainfer.cli.bench import measure_model
+    from metainfer.cli.measure import measure_model
     from metainfer.runtime.load import load as load_plan
 
     model = load_plan(
@@ -145,7 +145,7 @@ def _measured(
 
 
 def measured_by_ranks(
-    plan: "Plan", captures: bool, load: "Load", repeat: int, setup: Setup
+    plan: "Plan", captures: bool, load: Load, repeat: int, setup: Setup
 ) -> "Sequence[Measurement]":
     """Measure a plan of a language model by `metainfer bench` in processes of its own.
 

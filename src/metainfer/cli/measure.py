@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from metainfer.backends.registry import installed
+from metainfer.cli.load import Load
 from metainfer.cli.tracing import TracingRunner, trace_call
 from metainfer.compiler.predict import predict_step
 from metainfer.compiler.tuning.choose import measured_of
@@ -68,6 +69,28 @@ class _Phase:
     sizes: list[dict[str, int]]
     tokens: int = 0
     seconds: float = 0.0
+
+
+def measure_model(
+    model: LoadedModel, load: Load, sizes: dict[str, int], repeat: int,
+    show: Show,
+) -> list[Measurement]:  # fmt: skip
+    """Prefill and decode of a language model, or calls of a module.
+
+    Args:
+        model: the model.
+        load: what a language model is measured with.
+        sizes: of a module, those that vary.
+        repeat: runs that count.
+        show: is told how far it is.
+
+    Raises: MetainferError for what the plan does not hold, or sizes of a language model.
+    """
+    if not model.is_language_model:
+        return bench_module(model, sizes, repeat, show)
+    if sizes:
+        raise MetainferError("--size is for modules", advice="give --prompt-tokens")
+    return bench_language_model(model, *load, repeat, show)
 
 
 def bench_language_model(
