@@ -50,22 +50,26 @@ class Tile:
         """Programs of a product."""
         return -(-rows // self.rows) * -(-columns // self.columns)
 
-    def effort(self, compute: float, halves: int = 1) -> Effort:
+    def effort(
+        self, compute: float, halves: int = 1, parts: Callable[[int, int], int] | None = None
+    ) -> Effort:
         """Work of whole tiles over that of the product, more where processors are left idle.
 
         Args:
-            compute: fraction of the rate that all processors together reach; one that shares the
-                last cache with few others reaches ALONE of its own.
+            compute: fraction of the rate that all processors together reach.
             halves: columns of the product for each one of the result.
+            parts: programs that share the sums of a tile, by tiles and inner size; None for one.
         """
 
         def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
             shape = op.results[0].tensor.concrete(env)
             rows, columns = math.prod(shape[:-1]), shape[-1] * halves
-            programs = self.programs(rows, columns)
-            if programs == 0 or device.num_sms == 0:
+            tiles = self.programs(rows, columns)
+            if tiles == 0 or device.num_sms == 0:
                 return 1.0
-            whole = programs * self.rows * self.columns / (rows * columns)
+            inner = op.operands[0].tensor.shape[-1].static
+            programs = tiles * (parts(tiles, inner) if parts else 1)
+            whole = tiles * self.rows * self.columns / (rows * columns)
             return whole * max(1.0, crowding(programs, device, compute))
 
         return factor

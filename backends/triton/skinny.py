@@ -1,7 +1,7 @@
 """Launches of products of few rows: how programs share the work."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,9 @@ from metainfer.backends.triton.emit.epilogue import emit_epilogue
 from metainfer.backends.triton.emit.source import body_of
 from metainfer.backends.triton.gated import KEPT, product_type
 from metainfer.backends.triton.launch import Launch
-from metainfer.backends.triton.linear import Storage, Tile, activations_of, crowding
+from metainfer.backends.triton.linear import Storage, Tile, activations_of
 from metainfer.backends.triton.pointwise import argument, sizes_of
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
-from metainfer.hardware.device import Device
-from metainfer.ir.graph import Op
 
 SHARED_PROGRAMS = 128  # up to so many programs share tiles: about one for each processor
 _NUMBER_BYTES = 2  # of a number of 16 bits
@@ -81,26 +79,8 @@ def room(tile: Tile) -> Constraint:
 
 
 def effort_of(tile: Tile, compute: float, halves: int = 1) -> Effort:
-    """Work of whole tiles over that of the product, more where processors are left idle.
-
-    Args:
-        tile: of a program.
-        compute: fraction of the rate that all processors together reach.
-        halves: columns of the product for each one of the result.
-    """
-
-    def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
-        shape = op.results[0].tensor.concrete(env)
-        rows, columns = math.prod(shape[:-1]), shape[-1] * halves
-        tiles = tile.programs(rows, columns)
-        if tiles == 0 or device.num_sms == 0:
-            return 1.0
-        inner = op.operands[0].tensor.shape[-1].static
-        programs = tiles * split_of(tiles, inner, tile.inner)
-        whole = tiles * tile.rows * tile.columns / (rows * columns)
-        return whole * max(1.0, crowding(programs, device, compute))
-
-    return factor
+    """As `Tile.effort`, programs sharing tiles."""
+    return tile.effort(compute, halves, lambda tiles, inner: split_of(tiles, inner, tile.inner))
 
 
 def launches(
