@@ -139,7 +139,7 @@ FORMATS = {"bf16": "bf16", "e4m3": FP8, "e2m1": MXFP4, "nvfp4": NVFP4}
         ("e4m3", 16),
         ("e4m3", 16384),
         ("e2m1", 16),
-        ("nvfp4", 16),
+        pytest.param("nvfp4", 16, marks=pytest.mark.thorough),
     ],
 )
 def test_they_fit_both_cards(name: str, tokens: int) -> None:

@@ -64,7 +64,9 @@ def by_host(logits: torch.Tensor) -> list[int]:
     return sample(logits.float(), params, noises).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)]
+)
 def test_the_same_tokens_as_on_the_host(dtype: torch.dtype) -> None:
     logits = rows(45, dtype)
     assert interpreted(by_device, logits) == by_host(logits)
@@ -77,7 +79,10 @@ def test_rows_without_a_largest_number_name_their_sequence(bad: list[float]) -> 
         interpreted(by_device, logits, ("request 4", "request 9"))
 
 
-@pytest.mark.parametrize(("card", "dtype"), [("1xh200", torch.bfloat16), ("8xpcie", torch.float32)])
+@pytest.mark.parametrize(
+    ("card", "dtype"),
+    [pytest.param("1xh200", torch.bfloat16, marks=pytest.mark.thorough), ("8xpcie", torch.float32)],
+)
 def test_it_fits_cards_that_are_not_here(card: str, dtype: torch.dtype) -> None:
     empty = torch.empty(8, dtype=torch.int32, device="meta")
     draws = torch.empty(56, dtype=torch.int32, device="meta")
