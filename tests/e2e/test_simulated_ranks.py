@@ -73,11 +73,12 @@ def plan_of(
     routing: str = "",
     replicas: int = 0,
     parts: int = 0,
+    kv: str = "auto",
 ) -> Plan:
     return metainfer.compile(
         decoder_spec("small", CONFIGS[kind]), cpus(), activations="f32", weights="f32",
         routing=routing, replicas=replicas, exact=True, max_tokens=16, max_sequences=4,
-        micro_batches=parts, page_size=16, pp=pp, dp=dp, tp=tp, ep=ep,
+        micro_batches=parts, page_size=16, pp=pp, dp=dp, tp=tp, ep=ep, kv=kv,
     )  # fmt: skip
 
 
@@ -108,8 +109,10 @@ class Stages:
 
 
 @cache
-def reference(kind: str, replica: int, lengths: tuple[int, ...]) -> list[np.ndarray]:
-    plan = plan_of(kind, 1, 1, 1, 1)
+def reference(
+    kind: str, replica: int, lengths: tuple[int, ...], kv: str = "auto"
+) -> list[np.ndarray]:
+    plan = plan_of(kind, 1, 1, 1, 1, kv=kv)
     one = OneRank(plan.module("prefill"), weights_of(kind).__getitem__, PAGES, 16)
     tokens, step = prefill_step(lengths, replica, 16)
     results = [one.run(tokens, step)]
@@ -153,6 +156,24 @@ def test_simulated_ranks_of_a_plan_compute_what_one_rank_computes(
     for replica in range(dp):
         for phase, wanted in enumerate(reference(kind, replica, lengths)):
             np.testing.assert_allclose(got[phase][replica], wanted, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.thorough
+def test_ranks_share_rounded_keys_and_values() -> None:
+    """Two key heads over four ranks: each is held twice, with its scales."""
+    plan, lengths = plan_of("dense", 1, 1, 4, 1, kv="fp8"), (4, 1, 3)
+    (state,) = plan.module("decode").graph("layer").states
+    assert [str(t) for _, t in state.state.fields] == ["f8e4m3[1,8]", "f8e8m0[1,1]"] * 2
+    stages = Stages(plan, "dense")
+    got = [
+        stages.run("prefill", [prefill_step(lengths, 0, 16)]),
+        stages.run("decode", [decode_step(lengths, 0, 16)]),
+    ]
+    exact = reference("dense", 0, lengths)
+    for phase, wanted in enumerate(reference("dense", 0, lengths, "fp8")):
+        np.testing.assert_allclose(got[phase][0], wanted, atol=5e-5, rtol=5e-5)
+        # Rounding shows.
+        assert np.abs(wanted - exact[phase]).max() > 1e-3
 
 
 @pytest.mark.parametrize("layout", SHARING)
