@@ -166,6 +166,7 @@ def prefill(call: Attention, tile: Tile | None = None) -> list[Launch]:
             tile.num_warps,
             tile.num_stages,
             _matrix(call),
+            is_early=True,
         )
     ]
 
@@ -209,9 +210,9 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
     return [
         Launch(
             attention_split, (programs,), arguments, constants, tile.num_warps, tile.num_stages,
-            _matrix(call),
+            _matrix(call), is_early=True,
         ),
-        Launch(attention_combine, (tokens * heads,), joined, joining, 4, 1),
+        Launch(attention_combine, (tokens * heads,), joined, joining, 4, 1, is_early=True),
     ]  # fmt: skip
 
 

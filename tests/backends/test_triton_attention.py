@@ -1,5 +1,6 @@
 """Paged attention by Triton: numbers interpreted and on a GPU, fit of the cards, which form."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -216,6 +217,15 @@ def test_pages_hold_whole_blocks_where_that_is_faster(hw: str, page: int) -> Non
     target = Target(load_machine(hw), strategy, Options(), kernels, costs, Report())
     made = layout(module, target)
     assert {s.state.page_size for g in made.graphs for s in g.states} == {page}
+
+
+def test_launches_that_start_early_wait_before_all_else() -> None:
+    op, card = symbolic((32, 8), 128, 64), CARDS["1xh200"]
+    for name in (*FORMS, PAGED):
+        for launch in launches_of(installed().kernels.get(name), op, card, DECODE, installed()):
+            source = inspect.getsource(launch.function.fn)
+            assert launch.is_early
+            assert source.split('"""')[2].lstrip().startswith("early.wait(EARLY)\n")
 
 
 LARGE = {

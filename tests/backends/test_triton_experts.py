@@ -1,5 +1,6 @@
 """The experts' products by Triton: sorting, numbers interpreted and on a GPU, fit of the cards."""
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -189,6 +190,16 @@ def test_scratch_suffices_for_fewer_tokens(most: int) -> None:
         for tiles in (tiles_for(call), replace(tiles_for(call), parts=MOST_PARTS)):
             if tiles.parts == 1 or pairs <= DIRECT_PAIRS:
                 assert scratch_bytes(scratch_of(call, tiles)) <= bound
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 3000])
+def test_launches_that_start_early_wait_before_all_else(tokens: int) -> None:
+    """No program may end, or read what launches in front of it write, before they have ended."""
+    found = experts(call_of(Case(tokens), "meta"))
+    assert all(launch.is_early for launch in found)
+    for launch in found:
+        behind = inspect.getsource(launch.function.fn).split('"""')[2]
+        assert behind.lstrip().startswith("early.wait(EARLY)\n")
 
 
 LARGE = {

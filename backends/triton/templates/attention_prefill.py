@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from metainfer.backends.triton.templates import early
 from metainfer.backends.triton.templates.attention_tile import (
     attend_span,
     find_tile,
@@ -26,12 +27,14 @@ def attention_prefill(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile: QUERIES tokens times HEADS query heads that share a key head.
 
     Late tiles, which see the most keys, come first, so that short ones fill the end.
     Shapes: q [T, H, D], k and v [pages, PAGE, G, D or E], out [T, H, E], table [B, pages].
     """
+    early.wait(EARLY)
     program = tl.program_id(0)
     group = program % groups
     tile = (tl.num_programs(0) - 1 - program) // groups

@@ -10,6 +10,7 @@ its end, which `attention_combine` adds up.
 import triton
 import triton.language as tl
 
+from metainfer.backends.triton.templates import early
 from metainfer.backends.triton.templates.attention_tile import (
     attend_span,
     find_tile,
@@ -56,12 +57,14 @@ def attention_split(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program's part of the work.
 
     Shapes: q [T, H, D], k and v [pages, PAGE, G, D or E], out [T, H, E], table [B, pages],
     pieces [2 * programs, ROWS, E], stats [2 * programs, 2, ROWS] (top and total).
     """
+    early.wait(EARLY)
     program = tl.program_id(0)
     ends = unit_ends(starts, lengths, B, groups, QUERIES, KEYS, WINDOW, MANY)
     work = tl.max(ends, axis=0)
@@ -128,11 +131,13 @@ def attention_combine(
     HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MANY: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
     WINDOW: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add up the pieces of one token's head; rows that no program finished and none began are zero.
 
     Shapes: pieces [2 * programs, ROWS, E], stats [2 * programs, 2, ROWS], out [T, H, E].
     """
+    early.wait(EARLY)
     token = tl.program_id(0) // H
     head = tl.program_id(0) % H
     column = tl.arange(0, WIDE)

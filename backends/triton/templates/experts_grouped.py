@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from metainfer.backends.triton.templates import early
 from metainfer.backends.triton.templates.experts_tile import activate, multiply
 
 
@@ -53,6 +54,7 @@ def experts_gate_up(
     GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr, ROWED: tl.constexpr,
     GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """hidden = weight * act(gate @ x) * (up @ x), for COLUMNS of the inner width.
 
@@ -62,6 +64,7 @@ def experts_gate_up(
     `multiply`), gate and up [E, F, D], hidden [P, F] in the order of places. ROWED: weights have
     second scales, one for each output.
     """
+    early.wait(EARLY)
     blocks = tl.cdiv(F, COLUMNS)
     tile = tl.program_id(0) // blocks
     expert, place, pair, there = tile_pairs(tile, ids, order, tiles, P, E, LIMIT, ROWS, DIRECT)
@@ -111,11 +114,13 @@ def experts_down(
     FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
     DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr, ROWED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """pairs = down @ hidden, for COLUMNS of the width and one of PARTS of the inner width.
 
     Shapes: hidden [P, F] in the order of places, down [E, D, F], pairs [P, PARTS, D].
     """
+    early.wait(EARLY)
     blocks = tl.cdiv(D, COLUMNS)
     tile = tl.program_id(0) // (blocks * PARTS)
     expert, place, pair, there = tile_pairs(tile, ids, order, tiles, P, E, LIMIT, ROWS, DIRECT)

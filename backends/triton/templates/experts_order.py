@@ -13,6 +13,8 @@ No count comes to the host: the table has room for any routing, and programs of 
 import triton
 import triton.language as tl
 
+from metainfer.backends.triton.templates import early
+
 
 @triton.jit
 def experts_of(ids, pair, P, E, NUMBERS: tl.constexpr):
@@ -53,11 +55,13 @@ def order_few(
     ids, order, tiles, P, E, LIMIT,
     ROWS: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
     NUMBERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """All in one launch, for at most ALL pairs: every program compares its pairs with all others.
 
     Program 0 writes the table of tiles, each other one the places of CHUNK pairs.
     """
+    early.wait(EARLY)
     if tl.program_id(0) == 0:
         counts = tl.zeros([NUMBERS], tl.int32)
         for begin in tl.range(0, ALL, STEP):
@@ -76,8 +80,12 @@ def order_few(
 
 
 @triton.jit
-def order_count(ids, counts, P, E, CHUNK: tl.constexpr, NUMBERS: tl.constexpr):
+def order_count(
+    ids, counts, P, E, CHUNK: tl.constexpr, NUMBERS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """First step for many pairs: counts of each chunk, [chunks, NUMBERS]."""
+    early.wait(EARLY)
     chunk = tl.program_id(0)
     expert = experts_of(ids, chunk * CHUNK + tl.arange(0, CHUNK), P, E, NUMBERS)
     tl.store(counts + chunk * NUMBERS + tl.arange(0, NUMBERS), counts_of(expert, NUMBERS))
@@ -85,9 +93,11 @@ def order_count(ids, counts, P, E, CHUNK: tl.constexpr, NUMBERS: tl.constexpr):
 
 @triton.jit
 def order_scan(
-    counts, totals, CHUNKS, STEP: tl.constexpr, SPAN: tl.constexpr, NUMBERS: tl.constexpr
+    counts, totals, CHUNKS, STEP: tl.constexpr, SPAN: tl.constexpr, NUMBERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Second step, SPAN experts a program: counts become the number of pairs in earlier chunks."""
+    early.wait(EARLY)
     expert = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     total = tl.zeros([SPAN], tl.int32)
     for begin in tl.range(0, CHUNKS, STEP):
@@ -105,8 +115,10 @@ def order_scan(
 def order_place(
     ids, order, counts, totals, tiles, P, E, LIMIT,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, NUMBERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Third step: program 0 writes the table of tiles, the others put pairs in their places."""
+    early.wait(EARLY)
     total = tl.load(totals + tl.arange(0, NUMBERS))
     if tl.program_id(0) == 0:
         write_tiles(tiles, total, LIMIT, ROWS, NUMBERS)

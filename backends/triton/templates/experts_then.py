@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from metainfer.backends.triton.templates import early
+
 
 @triton.jit
 def sum_pairs(
@@ -24,11 +26,13 @@ def sum_pairs(
 def experts_sum(
     pairs, ids, out, E, D, out_token,
     CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum over a token's pairs, in rising order; pairs of no expert were not written.
 
     Shapes: pairs [T * CHOICES, PARTS, D] -> out [T, D].
     """
+    early.wait(EARLY)
     blocks = tl.cdiv(D, COLUMNS)
     token = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -41,12 +45,14 @@ def experts_sum(
 def experts_sum_then(
     pairs, ids, operands, out, E, D, out_token,
     epilogue: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[t] = epilogue of the sum over a token's pairs, which it rounds first, as its op does.
 
     Shapes: pairs [T * CHOICES, PARTS, D] -> out [T, D]; operands: what ``epilogue`` reads beside
     the float32 row.
     """
+    early.wait(EARLY)
     blocks = tl.cdiv(D, COLUMNS)
     token = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -61,11 +67,13 @@ def experts_sum_then(
 def experts_sum_row(
     pairs, ids, operands, E, D,
     epilogue: tl.constexpr, CHOICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `experts_sum_then`, a whole row a program: its epilogue stores what it makes of it.
 
     Shapes: pairs [T * CHOICES, PARTS, D]; operands: what ``epilogue`` reads and writes.
     """
+    early.wait(EARLY)
     token = tl.program_id(0)
     acc = sum_pairs(pairs, ids, token, tl.arange(0, COLUMNS), E, D, CHOICES, PARTS, COLUMNS)
     row = tl.zeros([1, 1], tl.int64) + token
