@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import CONFIGS, RandomWeights, spec_of, step_of
+from shapes import CONFIGS, RandomWeights, fill_random, spec_of, step_of
 from timing import Share, ceilings, events_ms, shares
 
 import metainfer
@@ -31,14 +31,14 @@ def ours(args: argparse.Namespace) -> Iterator[tuple[str, int, float, dict[str, 
     plan = metainfer.compile(
         spec, "1xh200", max_tokens=args.prefill_tokens, max_sequences=max(args.batch),
         max_context=max(2 * args.context, args.prefill_tokens // 8), weights=args.weights,
-        activations=args.activations, overlap=args.overlap,
+        activations=args.activations, overlap=args.overlap, kv=args.kv,
     )  # fmt: skip
     print(f"compiled in {time.perf_counter() - begun:.1f} s", flush=True)
     begun = time.perf_counter()
     model = metainfer.load(plan, RandomWeights(plan), allow_machine_mismatch=True)
     for state in model._storage.states.values():
         for field in state.values():
-            field.normal_()
+            fill_random(field)
     torch.cuda.synchronize()
     print(f"weights drawn and loaded in {time.perf_counter() - begun:.1f} s", flush=True)
     for batch in args.batch:
@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="fewer layers, for a quick look")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--activations", default="auto")
+    parser.add_argument("--kv", default="auto")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=1024)

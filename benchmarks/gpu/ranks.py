@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shapes import CONFIGS, RandomWeights, spec_of, step_of
+from shapes import CONFIGS, RandomWeights, fill_random, spec_of, step_of
 from timing import ceilings
 
 import metainfer
@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace, layout: str, tops: Any, *, overlap: bool) 
         assert isinstance(model, RankedModel)
         for state in model._storage.states.values():
             for field in state.values():
-                field.normal_()
+                fill_random(field)
         if model.is_leader:
             print(f"loaded in {time.perf_counter() - begun:.1f} s", *model.notes, flush=True)
             name = layout if overlap else f"{layout}, no overlap"

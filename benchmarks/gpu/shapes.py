@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import torch
 
 from metainfer.compiler.check import checkpoint_types
 from metainfer.ir.dtypes import Scalar
@@ -91,3 +92,14 @@ def step_of(batch: int, new: int, context: int, page: int) -> tuple[np.ndarray, 
     }  # fmt: skip
     tokens = np.random.default_rng(1).integers(0, 1000, batch * new)
     return tokens.astype(np.int32), {k: v.astype(np.int32) for k, v in fields.items()}
+
+
+def fill_random(field: torch.Tensor) -> None:
+    """Random keys and values, or codes of them; scales near those that such numbers have."""
+    if field.dtype == torch.float8_e8m0fnu:
+        field.view(torch.uint8).fill_(120)
+    elif field.dtype == torch.float8_e4m3fn:
+        for page in field:
+            page.copy_((torch.randn(page.shape, device=page.device) * 100).to(field.dtype))
+    else:
+        field.normal_()
