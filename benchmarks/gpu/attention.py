@@ -16,6 +16,7 @@ from timing import Row, announce, captured_us, ceilings
 from torch.nn import functional
 
 from metainfer.backends.triton.attention import (
+    PAGED_TILE,
     Attention,
     Tile,
     prefill,
@@ -143,6 +144,8 @@ def wrong_by(call: Attention, case: Case) -> float:
 def tiles_of(case: Case, call: Attention, form: str, sweep: bool) -> Iterator[Tile]:
     chosen = prefill_tile(call) if form == "prefill" else split_tile(call)
     yield chosen
+    if form == "prefill" and case.page >= PAGED_TILE.keys and case.width <= 128:
+        yield PAGED_TILE
     if not sweep:
         return
     if form == "split":
