@@ -78,7 +78,7 @@ def test_scores_and_slots_on_a_gpu() -> None:
 # --- whole plans ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hw", ["8xpcie", "2xcpu"])
+@pytest.mark.parametrize("hw", [pytest.param("8xpcie", marks=pytest.mark.thorough), "2xcpu"])
 def test_a_placed_plan_falls_back_nowhere(hw: str) -> None:
     options = {"strict": True, "tp": 2, "ep": 2, "replicas": 4}
     plan: Any = metainfer.compile("metainfer.models.qwen3_moe:tiny", hw, **options)

@@ -69,7 +69,7 @@ def test_split(name: str) -> None:
     check_form(CASES[name], "split", Tile(16, 32, 4, 2), programs=3)
 
 
-@pytest.mark.parametrize("programs", [1, 40])
+@pytest.mark.parametrize("programs", [pytest.param(1, marks=pytest.mark.thorough), 40])
 def test_how_many_programs_share_the_work_changes_nothing(programs: int) -> None:
     check_form(MIXED, "split", Tile(16, 16, 4, 2), programs)
 

@@ -102,6 +102,7 @@ def test_experts(name: str) -> None:
     check_case(CASES[name])
 
 
+@pytest.mark.thorough
 def test_large_tiles_of_several_per_expert() -> None:
     tiles = Tiles(Tile(64, 32, 64, 4, 2), Tile(64, 64, 16, 4, 2), parts=2)
     check_case(Case(260, routing="some", experts=3), tiles)

@@ -114,7 +114,7 @@ class Running:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
-@pytest.mark.parametrize("killed", ["0", "1"])
+@pytest.mark.parametrize("killed", [pytest.param("0", marks=pytest.mark.thorough), "1"])
 def test_a_killed_rank_ends_the_command(plan: Path, killed: str) -> None:
     running = Running(plan / "tp2")
     os.kill(running.ranks[killed], signal.SIGKILL)

@@ -150,6 +150,7 @@ def test_bench_of_a_module(cli, module_plan: Path) -> None:
 # --- verify ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_verify_of_an_exact_plan(cli, plan: Path) -> None:
     result = cli("verify", plan, "--tokens", "40", "--max-kl", "1e-6")
     assert result.code == 0, result.err

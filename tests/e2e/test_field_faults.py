@@ -114,7 +114,12 @@ def test_smollm2_takes_the_memory_that_its_plan_states() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"memory_fraction": 0.98}, {"page_size": 64}, {"skip_passes": ("fuse",)}],
+    [
+        pytest.param({}, marks=pytest.mark.thorough),
+        {"memory_fraction": 0.98},
+        {"page_size": 64},
+        pytest.param({"skip_passes": ("fuse",)}, marks=pytest.mark.thorough),
+    ],
 )
 def test_tiny_models_take_it_too(tmp_path: Path, options: dict[str, Any]) -> None:
     model = load_plan(metainfer.compile(make_case("llama_biases", tmp_path), "cpu", **options))

@@ -168,14 +168,14 @@ def check(written: Written, divergence: float) -> None:
 @pytest.mark.parametrize(
     ("kind", "divergence"),
     [
-        ("F32", 1e-9),  # 5e-13
+        pytest.param("F32", 1e-9, marks=pytest.mark.thorough),  # 5e-13
         pytest.param("F16", 1.5e-5, marks=pytest.mark.thorough),  # 6.8e-6
         pytest.param("BF16", 1e-9, marks=pytest.mark.thorough),  # 5e-13
         ("Q8_0", 5e-4),  # 2.4e-4: activations are rounded to 8 bits
-        ("Q4_0", 5e-4),  # 2.0e-4
+        pytest.param("Q4_0", 5e-4, marks=pytest.mark.thorough),  # 2.0e-4
         pytest.param("Q4_1", 5e-4, marks=pytest.mark.thorough),  # 2.3e-4
         ("Q4_K", 5e-4),  # 1.4e-4
-        ("Q6_K", 5e-4),  # 8.0e-5
+        pytest.param("Q6_K", 5e-4, marks=pytest.mark.thorough),  # 8.0e-5
     ],
 )
 def test_every_storage_type(tmp_path: Path, kind: str, divergence: float) -> None:

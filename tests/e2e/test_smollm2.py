@@ -166,7 +166,7 @@ FROM_FLOAT32: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-THOROUGH = ("bf16", "int8 where the file is wider")
+THOROUGH = ("bf16", "int8", "int8 where the file is wider")
 
 
 def named(cases: Iterable[str]) -> list[Any]:
