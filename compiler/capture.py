@@ -11,7 +11,7 @@ import io
 import linecache
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,6 +40,7 @@ from metainfer.ir.graph import Module, Value
 from metainfer.ir.ops.record import Builder
 from metainfer.ir.step import step_symbols, step_value
 from metainfer.ir.types import StateType, Symbol
+from metainfer.models.spec import PureBuild
 
 TOKENS_NAME = "%tokens"
 _EXAMPLE_TOKENS = 7  # >= 2 and unequal to any usual width, or export would specialise
@@ -65,14 +66,35 @@ class Captured:
     input_names: tuple[str, ...]
 
 
+_MOST_KEPT = 8  # models captured in one process, for several machines, formats or phases
+_KEPT: dict[Hashable, Captured] = {}
+
+
 def capture_language_model(
     name: str, build: Callable[[], nn.Module], *, dtype: torch.dtype, max_tokens: int,
     max_sequences: int, max_pages: int, kv_dtype: str,
 ) -> Captured:  # fmt: skip
     """Capture a causal language model: forward(tokens [T], positions [T]) -> logits [R, V].
 
+    What was captured of a pure build is kept for the next one of the same sizes.
     Raises: Unsupported or TypeMismatch with the model's line.
     """
+    sizes = (max_tokens, max_sequences, max_pages)
+    if not isinstance(build, PureBuild):
+        return _language_model(name, build, dtype, sizes, kv_dtype)
+    key = (name, build, dtype, sizes, kv_dtype)
+    if key not in _KEPT:
+        while len(_KEPT) >= _MOST_KEPT:
+            _KEPT.pop(next(iter(_KEPT)))
+        _KEPT[key] = _language_model(name, build, dtype, sizes, kv_dtype)
+    return _KEPT[key]
+
+
+def _language_model(
+    name: str, build: Callable[[], nn.Module], dtype: torch.dtype, sizes: tuple[int, int, int],
+    kv_dtype: str,
+) -> Captured:  # fmt: skip
+    max_tokens, max_sequences, max_pages = sizes
     with torch.device("meta"):
         model = built(build).to(dtype).eval()
     tokens = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int32, device="meta")

@@ -7,6 +7,7 @@ Single device, one flat row of tokens, weights named as Hugging Face names them.
 # F MLP width, V vocabulary; of experts: N in a layer, K chosen by a token.
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from metainfer.ir.rope import Rope
 from metainfer.models import functional
 from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
-from metainfer.models.spec import ModelSpec
+from metainfer.models.spec import ModelSpec, PureBuild
 
 
 class RmsNorm(nn.Module):
@@ -205,6 +206,17 @@ class Decoder(nn.Module):
 _UNUSED = ("*.rotary_emb.inv_freq", "rope_freqs.weight")
 
 
+@dataclass(frozen=True)
+class BuildDecoder(PureBuild):
+    """Makes a decoder of a configuration."""
+
+    config: DecoderConfig
+
+    def __call__(self) -> Decoder:
+        """Make it."""
+        return Decoder(self.config)
+
+
 def decoder_spec(name: str, config: DecoderConfig, **fields: Any) -> ModelSpec:
     """The spec of a decoder; ``fields`` are further fields of `ModelSpec`.
 
@@ -221,7 +233,7 @@ def decoder_spec(name: str, config: DecoderConfig, **fields: Any) -> ModelSpec:
         fields["renames"] = renames
     return ModelSpec(
         name=name,
-        build=lambda: Decoder(config),
+        build=BuildDecoder(config),
         kind="causal_lm",
         max_positions=config.max_positions,
         **fields,
@@ -232,7 +244,7 @@ def _tiny(name: str, config: DecoderConfig) -> Callable[[], ModelSpec]:
     small = config.tiny()
     return lambda: ModelSpec(
         name=f"{name}_tiny",
-        build=lambda: Decoder(small),
+        build=BuildDecoder(small),
         kind="causal_lm",
         max_positions=small.max_positions,
     )

@@ -65,6 +65,17 @@ def _wrong(name: object, what: str, advice: str) -> MetainferError:
     return MetainferError(f"ModelSpec {name!r}: {what}", advice=advice)
 
 
+class PureBuild:
+    """A build that is a value: equal ones make equal modules, whenever and however often.
+
+    What is captured of one is kept for the next compilation in the same process.
+    """
+
+    def __call__(self) -> nn.Module:
+        """Make the module."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model as the compiler takes it.

@@ -1,19 +1,23 @@
 """Capture: blocks, sources, sizes, states, constants, and the errors of what cannot be captured."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import metainfer
+from metainfer.compiler import capture
 from metainfer.compiler.capture import Captured, capture_language_model, capture_module
 from metainfer.ir.errors import MetainferError, Unsupported
 from metainfer.ir.verify import verify_module
-from metainfer.models.decoder import Decoder
+from metainfer.models.decoder import BuildDecoder, Decoder, decoder_spec
+from metainfer.models.decoder_config import DecoderConfig
 from metainfer.models.smollm2 import config
 
 
 def tiny_language_model(layers: int = 3) -> Captured:
-    from dataclasses import replace
-
     small = replace(config.tiny(), layers=layers)
     return capture_language_model(
         "tiny", lambda: Decoder(small), dtype=torch.float32, max_tokens=64, max_sequences=4,
@@ -136,3 +140,37 @@ def test_two_inputs_share_a_symbol() -> None:
     examples = (torch.ones(5, 4), torch.ones(5, 4))
     found = capture_module("m", Add(), examples, (("B", ""), ("B", "")), {"B": (1, 64)})
     assert [str(v.type) for v in found.module.main.inputs] == ["f32[B,4]", "f32[B,4]"]
+
+
+# --- kept captures --------------------------------------------------------------------------------
+
+
+def test_equal_builds_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+    trace = capture._trace
+
+    def counting(model: Any, *args: Any, **kwargs: Any) -> Any:
+        traced.append(type(model).__name__)
+        return trace(model, *args, **kwargs)
+
+    monkeypatch.setattr(capture, "_trace", counting)
+    monkeypatch.setattr(capture, "_KEPT", {})
+    config = DecoderConfig(
+        hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocab=40,
+        max_positions=64,
+    )  # fmt: skip
+
+    def compiled(build: Any, **options: Any) -> str:
+        spec = replace(decoder_spec("kept", config), build=build)
+        return metainfer.compile(spec, "cpu", max_context=64, **options).hash
+
+    first = compiled(BuildDecoder(config))
+    assert compiled(BuildDecoder(replace(config))) == first
+    assert len(traced) == 1
+    # Other sizes, another model, and a build that may give something else each time.
+    compiled(BuildDecoder(config), max_tokens=48)
+    compiled(BuildDecoder(replace(config, layers=2)))
+    assert len(traced) == 3
+    for _ in range(2):
+        assert compiled(lambda: Decoder(config)) == first
+    assert len(traced) == 5
