@@ -70,7 +70,9 @@ def test_every_op_has_a_twin() -> None:
     assert set(REFERENCES) == set(OPS)
 
 
-@pytest.mark.parametrize("env", SETTINGS[:2], ids=str)
+@pytest.mark.parametrize(
+    "env", [SETTINGS[0], pytest.param(SETTINGS[1], marks=pytest.mark.thorough)], ids=str
+)
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_the_two_references_agree(sample: Sample, env: dict[str, int]) -> None:
     concrete = sample.at(env)

@@ -58,12 +58,16 @@ def check_form(case: Case, form: str, tile: Tile, programs: int = 0) -> None:
     assert_close(found, wanted, scalar(case.dtype), BF16_STEP)
 
 
-@pytest.mark.parametrize("name", CASES)
+TWINS = ("one head", "96 and 80 wide", "capped")
+NAMES = [pytest.param(n, marks=pytest.mark.thorough) if n in TWINS else n for n in CASES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_prefill(name: str) -> None:
     check_form(CASES[name], "prefill", Tile(32, 16, 4, 2))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_split(name: str) -> None:
     # 3 programs: each works through several tiles, and leaves pieces at both ends.
     check_form(CASES[name], "split", Tile(16, 32, 4, 2), programs=3)

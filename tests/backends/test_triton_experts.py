@@ -54,7 +54,7 @@ def wanted_order(ids: np.ndarray[Any, Any], num: int, rows: int) -> tuple[list[i
     ("tokens", "choices", "num", "rows"),
     [(1, 1, 1, 16), (7, 3, 5, 4), (300, 2, 40, 8), (600, 1, 300, 128), (1100, 2, 20, 64)],
 )
-@pytest.mark.parametrize("low", [-1, 0])
+@pytest.mark.parametrize("low", [-1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_sorting(tokens: int, choices: int, num: int, rows: int, low: int) -> None:
     rng = np.random.default_rng(tokens)
     # Some choose nobody (-1) or an expert that is not held.

@@ -88,7 +88,9 @@ def name_of(case: Case, after: str = "") -> str:
     return f"triton.{kind_of(after)}_{form}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.thorough) if n == "many" else n for n in CASES]
+)
 def test_the_residual_is_added(name: str) -> None:
     op, data = added(CASES[name])
     assert refused(name_of(CASES[name]), op) == []

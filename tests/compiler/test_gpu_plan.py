@@ -42,7 +42,7 @@ def test_strict_lists_every_generic_group_with_its_cost() -> None:
     assert all("over the roofline" in line for line in lines)
 
 
-@pytest.mark.parametrize("machine", ["cpu", "8xpcie"])
+@pytest.mark.parametrize("machine", [pytest.param("cpu", marks=pytest.mark.thorough), "8xpcie"])
 def test_strict_passes_where_every_group_has_a_made_kernel(machine: str) -> None:
     strict = metainfer.compile("smollm2", machine, strict=True)
     decisions = [d for p in strict.meta["phases"].values() for d in p["decisions"]]

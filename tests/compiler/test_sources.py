@@ -450,6 +450,7 @@ def test_smollm2_names_are_the_tensors_of_its_file(smollm2_path: Path) -> None:
     check_tensors(open_checkpoint(smollm2_path), expected, ignore=smollm2.ignore)
 
 
+@pytest.mark.thorough
 def test_smollm2_knows_the_capital_of_france(smollm2_path: Path) -> None:
     checkpoint = open_checkpoint(smollm2_path)
     decoder = smollm2.build().eval()

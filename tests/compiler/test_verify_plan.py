@@ -242,7 +242,7 @@ def test_limits_by_what_was_quantized(tiny: Path) -> None:
     [
         pytest.param("fp8", 0.03, marks=pytest.mark.thorough),
         pytest.param("mxfp4", 0.1, marks=pytest.mark.thorough),
-        ("nvfp4", 0.17),
+        pytest.param("nvfp4", 0.17, marks=pytest.mark.thorough),
     ],
 )
 def test_float_codes_diverge_as_their_error_says(tiny: Path, weights: str, bound: float) -> None:

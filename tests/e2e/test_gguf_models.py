@@ -182,6 +182,7 @@ def test_every_storage_type(tmp_path: Path, kind: str, divergence: float) -> Non
     check(write(tmp_path / "tiny.gguf", lambda name: kind), divergence)
 
 
+@pytest.mark.thorough
 def test_mixed_types_make_blocks_of_their_own(tmp_path: Path) -> None:
     written = write(tmp_path / "mixed.gguf", like_q4_k_m)
     plan = metainfer.compile(written.path, "cpu", activations="f32", weights="keep", exact=True)
@@ -190,6 +191,7 @@ def test_mixed_types_make_blocks_of_their_own(tmp_path: Path) -> None:
     check(written, 5e-4)  # 3.0e-5
 
 
+@pytest.mark.thorough
 def test_tied_embedding(tmp_path: Path) -> None:
     check(write(tmp_path / "tied.gguf", lambda name: "Q8_0", tie=True), 5e-4)  # 2.3e-4
 

@@ -80,6 +80,7 @@ def test_numbers_that_are_no_rank(monkeypatch: pytest.MonkeyPatch, rank: str, wo
         launched()
 
 
+@pytest.mark.thorough
 def test_a_leader_that_stops_in_a_step_does_not_wait(
     pool: RankPool, plans: dict[str, Path]
 ) -> None:
