@@ -1,19 +1,67 @@
 """How tiles leave a group that are more than numbers: entries of paged states, rounded rows."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 from metainfer.backends.triton.emit.formulas import TYPES
-from metainfer.backends.triton.emit.index import Index, plus, times
+from metainfer.backends.triton.emit.index import Index, Views, plus, times
 from metainfer.backends.triton.emit.tiles import Expr, Space, Store, group_of
 from metainfer.ir.dims import Dim
 from metainfer.ir.graph import Op, Value
 
-if TYPE_CHECKING:
-    from metainfer.backends.triton.emit.body import Body
+
+class Statements(Protocol):
+    """What stores ask of the body of a function (`emit.body.Body`)."""
+
+    @property
+    def views(self) -> Views:
+        """Indices of views."""
+        ...
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether columns are split over programs."""
+        ...
+
+    def emit(self, line: str) -> None:
+        """Append a statement."""
+        ...
+
+    def comment(self, op: Op) -> None:
+        """Append what an operation is."""
+        ...
+
+    def fresh(self, prefix: str) -> str:
+        """A name that is not taken."""
+        ...
+
+    def value(self, value: Value, index: tuple[Index, ...]) -> Expr:
+        """A value at indices."""
+        ...
+
+    def assign(self, text: str, axes: frozenset[str], prefix: str = "v") -> Expr:
+        """Name what a text computes."""
+        ...
+
+    def name_index(self, text: str, axes: frozenset[str]) -> Index:
+        """Name an index."""
+        ...
+
+    def mask(self, axes: frozenset[str], guards: Sequence[str] = ()) -> str:
+        """Where a tile lies inside."""
+        ...
+
+    def column_mask(self, axis: Index) -> str:
+        """Where a column lies inside."""
+        ...
+
+    def extent(self, column: Index) -> int:
+        """Numbers of a tile along the columns."""
+        ...
 
 
 def store_entries(
-    body: "Body", store: Store, slots: Value, space: Space, index: tuple[Index, ...], made: Expr
+    body: Statements, store: Store, slots: Value, space: Space, index: tuple[Index, ...], made: Expr
 ) -> None:
     """Store entries of a paged state at their slots, rounded by rows where they have scales."""
     slot = body.value(slots, index[:1])
@@ -32,7 +80,9 @@ def store_entries(
     body.emit(f"tl.store({store.target} + {at}, {text}, mask={condition})")
 
 
-def _slot_offset(body: "Body", slot: Expr, shape: tuple[Dim, ...], index: tuple[Index, ...]) -> str:
+def _slot_offset(
+    body: Statements, slot: Expr, shape: tuple[Dim, ...], index: tuple[Index, ...]
+) -> str:
     """Text of the place of an entry's numbers from the first page on."""
     rest = plus(
         *(
@@ -46,7 +96,7 @@ def _slot_offset(body: "Body", slot: Expr, shape: tuple[Dim, ...], index: tuple[
 
 
 def store_rounded(
-    body: "Body", store: Store, rounding: Op, space: Space, column: Index, made: Expr
+    body: Statements, store: Store, rounding: Op, space: Space, column: Index, made: Expr
 ) -> None:
     """Round a tile to codes and scales, and store both."""
     width, group = space.width.static, group_of(rounding)
@@ -68,7 +118,7 @@ def store_rounded(
     body.emit(f"tl.store({store.target}_scales + {at}, {scales}, mask={condition})")
 
 
-def _whole_tile(body: "Body", space: Space, column: Index, made: Expr) -> Expr:
+def _whole_tile(body: Statements, space: Space, column: Index, made: Expr) -> Expr:
     """A tile of whole rows that are to be rounded, zeros past their end."""
     # A broadcast, no sum: zeros keep their signs.
     whole = f"tl.broadcast_to({made.text}, [{space.rows}, {body.extent(column)}])"
