@@ -5,7 +5,7 @@ succeeds, prefill is one forward pass without a cache that returns the last toke
 
     python benchmarks/gpu/torch_compile.py --model llama:8b --batch 1 16
 
-NOTE: it has not run to its end on a GPU yet; inductor takes over a minute to compile a batch size.
+Inductor takes one to two minutes to compile a batch size.
 """
 
 import argparse
