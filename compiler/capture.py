@@ -11,8 +11,9 @@ import io
 import linecache
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -66,10 +67,6 @@ class Captured:
     input_names: tuple[str, ...]
 
 
-_MOST_KEPT = 8  # models captured in one process, for several machines, formats or phases
-_KEPT: dict[Hashable, Captured] = {}
-
-
 def capture_language_model(
     name: str, build: Callable[[], nn.Module], *, dtype: torch.dtype, max_tokens: int,
     max_sequences: int, max_pages: int, kv_dtype: str,
@@ -79,15 +76,8 @@ def capture_language_model(
     What was captured of a pure build is kept for the next one of the same sizes.
     Raises: Unsupported or TypeMismatch with the model's line.
     """
-    sizes = (max_tokens, max_sequences, max_pages)
-    if not isinstance(build, PureBuild):
-        return _language_model(name, build, dtype, sizes, kv_dtype)
-    key = (name, build, dtype, sizes, kv_dtype)
-    if key not in _KEPT:
-        while len(_KEPT) >= _MOST_KEPT:
-            _KEPT.pop(next(iter(_KEPT)))
-        _KEPT[key] = _language_model(name, build, dtype, sizes, kv_dtype)
-    return _KEPT[key]
+    make = _kept if isinstance(build, PureBuild) else _language_model
+    return make(name, build, dtype, (max_tokens, max_sequences, max_pages), kv_dtype)
 
 
 def _language_model(
@@ -112,6 +102,10 @@ def _language_model(
         step_symbols(max_tokens, max_sequences, max_pages), True,
     )  # fmt: skip
     return _captured(flat, model, program, ("tokens",))
+
+
+# For several machines, formats or phases in one process.
+_kept = lru_cache(maxsize=8)(_language_model)
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,15 +66,15 @@ def _wrong(name: object, what: str, advice: str) -> MetainferError:
     return MetainferError(f"ModelSpec {name!r}: {what}", advice=advice)
 
 
-class PureBuild:
+class PureBuild(ABC):
     """A build that is a value: equal ones make equal modules, whenever and however often.
 
     What is captured of one is kept for the next compilation in the same process.
     """
 
+    @abstractmethod
     def __call__(self) -> nn.Module:
         """Make the module."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

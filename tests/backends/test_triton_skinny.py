@@ -17,9 +17,12 @@ from triton_worker import (
 )
 
 from metainfer.backends.registry import installed
+from metainfer.backends.torch.check import make_op
 from metainfer.backends.triton import cross, skinny
 from metainfer.backends.triton.fits import typed_call
 from metainfer.hardware.load import load_machine
+from metainfer.ir.dtypes import BF16
+from metainfer.ir.types import tensor
 
 # Rows, columns, inner: one row in 8 parts; two tiles of rows, 4 parts, odd; more tiles than parts.
 SHAPES = ((1, 40, 4096), (19, 70, 2056), (5, 37, 197))
@@ -67,9 +70,8 @@ def test_as_many_programs_as_processors_where_the_sums_are_long(
 def test_the_plans_scratch_holds_the_parts(name: str, columns: int, inner: int) -> None:
     kernel = installed().kernels.get(f"triton.linear_plain_{name}")
     for rows in (1, 16, 17, 64, 300):
-        op, _ = linear("bf16", (rows, columns, 64))
-        wide, _ = linear("bf16", (rows, columns, inner)) if inner <= 4096 else (op, None)
-        call = typed_call(wide, {}, {}, installed().layouts)
+        types = [tensor(BF16, rows, inner), tensor(BF16, columns, inner)]
+        call = typed_call(make_op("linear", types, {}, [1]), {}, {}, installed().layouts)
         (launch,) = kernel.binder.launches(call)
         partial = launch.arguments["partial"]
         used = 0 if launch.constants["SPLIT"] == 1 else partial.numel() * partial.element_size()

@@ -154,7 +154,7 @@ def test_equal_builds_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None
         return trace(model, *args, **kwargs)
 
     monkeypatch.setattr(capture, "_trace", counting)
-    monkeypatch.setattr(capture, "_KEPT", {})
+    capture._kept.cache_clear()
     config = DecoderConfig(
         hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocab=40,
         max_positions=64,
