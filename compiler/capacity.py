@@ -11,6 +11,7 @@ from typing import Any
 from metainfer.backends.registry import Backends
 from metainfer.hardware.device import Device
 from metainfer.ir.arena import plan_arena
+from metainfer.ir.entries import is_latent
 from metainfer.ir.errors import CapacityError
 from metainfer.ir.flatten import FlatModule, Recipe, flatten, parts_of, recipe_of
 from metainfer.ir.graph import Module
@@ -109,6 +110,7 @@ def plan_capacity(
     num_pages = min(affordable, per_sequence * options.max_sequences + 1)
     context = min(max_context, per_sequence * page_size)
     detail = f"{num_pages} pages of {page_size} tokens, {page_bytes / page_size:,.0f} bytes a token"
+    detail += _held_by_all(next(iter(modules.values())))
     if context < max_context:
         detail += f"; longest sequence cut from {max_context:,} to {context:,} tokens"
     terms.append(Term("kv pages", num_pages * page_bytes, detail))
@@ -211,6 +213,13 @@ def _pages(flat: FlatModule) -> tuple[int, int]:
         return 0, 0
     page = paged[0].page_size
     return page, sum(s.entry_bytes() for s in paged) * page
+
+
+def _held_by_all(module: Module) -> str:
+    """How many ranks hold the same entries, if more than one does so by design."""
+    ranks = dict(module.mesh.axes).get("tp", 1)
+    latent = any(is_latent(s.state) for g in module.graphs for s in g.states)
+    return f", the same on {ranks} ranks" if latent and ranks > 1 else ""
 
 
 def _does_not_fit(

@@ -9,7 +9,7 @@ from typing import Any
 from metainfer.ir.errors import MetainferError, ParseError
 from metainfer.models.decoder import decoder_spec
 from metainfer.models.decoder_config import DecoderConfig
-from metainfer.models.hf_names import hf_renames
+from metainfer.models.hf_names import hf_renames, hf_unused
 from metainfer.models.spec import ModelSpec
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -45,6 +45,7 @@ def hf_spec(folder: Path) -> ModelSpec:
         config,
         checkpoint=folder if has_weights else None,
         tokenizer=folder if has_tokenizer else None,
+        ignore=hf_unused(keys, config),
         renames=hf_renames(str(keys.get("model_type")), config),
         # Older files say torch_dtype.
         dtype=_DTYPES.get(str(keys.get("dtype", keys.get("torch_dtype")))),

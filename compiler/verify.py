@@ -45,7 +45,7 @@ _BY_WEIGHTS = {"int4": INT4_KL, "mxfp4": MXFP4_KL, "nvfp4": NVFP4_KL}
 _RELATIVE_ERROR = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
 _LOSSY_ERROR = 0.05  # kernels that round activations to eight bits, through a whole model
 # The reference goes without them: a fault of a rewrite must not stand on both sides.
-_REWRITES = ("raise", "raise_experts", "merge_linears", "seam", "fuse")
+_REWRITES = ("raise", "raise_experts", "absorb_latents", "merge_linears", "seam", "fuse")
 _WINDOW = 1024  # tokens of one sequence
 
 

@@ -1,8 +1,16 @@
-"""Entries of paged keys and values: plain numbers, or fp8 codes with a scale for each one.
+"""Entries of paged states: plain numbers, or fp8 codes with a scale for each one.
 
-Rounded entries are four fields instead of two::
+A state holds keys and values, or what both are made of (latent attention, `ir.ops.latent`)::
+
+    pages(k: bf16[3,64], v: bf16[3,64]) per token
+    pages(c: bf16[512], r: bf16[64]) per token
+
+Rounded keys and values are four fields instead of two::
 
     pages(k: f8e4m3[3,64], k_scale: f8e8m0[3,1], v: f8e4m3[3,64], v_scale: f8e8m0[3,1]) per token
+
+Of latents only ``c`` is rounded: the rotary key ``r`` is an eighth of it, and its error would meet
+every score.
 
 A scale belongs to one token: an entry is written once and never changes with what comes after. It
 belongs to one head: heads differ in size by powers of ten. It is a power of two: codes are floats,
@@ -21,6 +29,8 @@ from metainfer.ir.types import StateType, TensorType
 
 KV_FP8 = Block(F8E4M3, (0,), F8E8M0)
 ENTRIES = ("k", "v")
+LATENT = "c"
+ROTARY = "r"
 Fields = Mapping[str, np.ndarray]
 
 
@@ -44,7 +54,18 @@ def entry_fields(name: str, type_: TensorType, dtype: DType) -> list[tuple[str, 
 
 def is_rounded(state: StateType) -> bool:
     """Whether entries are codes with scales."""
-    return any(name == scale_field("k") for name, _ in state.fields)
+    names = {name for name, _ in state.fields}
+    return not names.isdisjoint({scale_field("k"), scale_field(LATENT)})
+
+
+def is_latent(state: StateType) -> bool:
+    """Whether a state holds what keys and values are made of."""
+    return any(name == LATENT for name, _ in state.fields)
+
+
+def rounded_fields(state: StateType) -> tuple[str, ...]:
+    """Fields of a state that may be codes with scales."""
+    return (LATENT,) if is_latent(state) else ENTRIES
 
 
 def check_entries(state: StateType) -> None:
@@ -52,10 +73,10 @@ def check_entries(state: StateType) -> None:
 
     Raises: TypeMismatch if they do not.
     """
-    fields = dict(state.fields)
-    if not any(scale_field(name) in fields for name in ENTRIES):
+    fields, held = dict(state.fields), rounded_fields(state)
+    if not any(scale_field(name) in fields for name in held):
         return
-    for name in ENTRIES:
+    for name in held:
         codes, scales = fields.get(name), fields.get(scale_field(name))
         fits = codes is not None and scales is not None
         if codes is not None and scales is not None:
@@ -64,14 +85,15 @@ def check_entries(state: StateType) -> None:
         if not fits:
             raise TypeMismatch(
                 f"{state}: scales do not fit their codes",
-                advice="wanted f8e4m3[G,D] and f8e8m0[G,1] for keys and values both",
+                advice="wanted f8e4m3[G,D] and f8e8m0[G,1] for keys and values both, or "
+                "f8e4m3[C] and f8e8m0[1] for latents",
             )
 
 
 def stored_entry(state: Mapping[str, np.ndarray], name: str, values: np.ndarray) -> Fields:
     """What is stored of new entries of a field, by field: numbers, or codes and their scales.
 
-    Shapes: values [T, G, D] -> [T, G, D], and scales [T, G, 1].
+    Shapes: values [T, G, D] -> [T, G, D], and scales [T, G, 1]; of latents without G.
     Raises: TypeMismatch if a value that is to be rounded is not finite.
     """
     if scale_field(name) not in state:

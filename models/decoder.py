@@ -1,4 +1,4 @@
-"""Decoders (Llama, SmolLM2, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE) in plain PyTorch.
+"""Decoders of the Llama, Qwen and DeepSeek-V2 and V3 families in plain PyTorch.
 
 Single device, one flat row of tokens, weights named as Hugging Face names them.
 """
@@ -15,21 +15,12 @@ from torch import Tensor, nn
 
 from metainfer.ir.rope import Rope
 from metainfer.models import functional
-from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
+from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.experts_config import ExpertsConfig
+from metainfer.models.latent import LatentAttention
+from metainfer.models.norm import RmsNorm
+from metainfer.models.router import Router
 from metainfer.models.spec import ModelSpec, PureBuild
-
-
-class RmsNorm(nn.Module):
-    """Root-mean-square norm with a weight."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the rows of x [..., D]."""
-        return functional.rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -124,27 +115,27 @@ class SparseMlp(nn.Module):
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden, experts.num, bias=False)
+        self.gate = Router(config.hidden, experts)
         self.experts = Experts(experts.num, config.hidden, experts.intermediate)
-        self.chosen = experts.chosen
-        self.renormalise = experts.renormalise
         self.activation = config.activation
-        self.has_shared = experts.shared > 0
-        if self.has_shared:
+        self.shared = experts.shared
+        self.is_gated = experts.shared_gate
+        if self.shared and self.is_gated:
             self.shared_expert = Mlp(config, experts.shared)
             self.shared_expert_gate = nn.Linear(config.hidden, 1, bias=False)
+        elif self.shared:
+            self.shared_experts = Mlp(config, experts.shared)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Send each token through its best experts: x [T, D] -> [T, D]."""
-        shares_TN = self.gate(x_TD).float().softmax(-1)
-        shares_TK, ids_TK = torch.topk(shares_TN, self.chosen)
-        if self.renormalise:
-            shares_TK = shares_TK / shares_TK.sum(-1, keepdim=True)
+        shares_TK, ids_TK = self.gate(x_TD)
         routed_TD = functional.experts(
             x_TD, ids_TK, shares_TK, *self.experts.weights(), activation=self.activation
         )
-        if not self.has_shared:
+        if not self.shared:
             return routed_TD
+        if not self.is_gated:
+            return routed_TD + self.shared_experts(x_TD)
         return routed_TD + self.shared_expert_gate(x_TD).sigmoid() * self.shared_expert(x_TD)
 
 
@@ -154,7 +145,10 @@ class Layer(nn.Module):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden, config.eps)
-        self.self_attn = Attention(config, config.window_of(index))
+        if config.latent is None:
+            self.self_attn: nn.Module = Attention(config, config.window_of(index))
+        else:
+            self.self_attn = LatentAttention(config, config.latent)
         self.post_attention_layernorm = RmsNorm(config.hidden, config.eps)
         experts = config.experts_of(index)
         if experts is None:
@@ -224,7 +218,8 @@ def decoder_spec(name: str, config: DecoderConfig, **fields: Any) -> ModelSpec:
     """
     fields.setdefault("tiny", _tiny(name, config))
     # Some checkpoints repeat a tied weight under the head's name.
-    fields.setdefault("ignore", (*_UNUSED, "lm_head.weight") if config.tie else _UNUSED)
+    tied = ("lm_head.weight",) if config.tie else ()
+    fields["ignore"] = (*fields.get("ignore", ()), *_UNUSED, *tied)
     if config.tie:
         # Checkpoints keep a tied weight once, under the embedding's name.
         shared = "model.embed_tokens.weight"

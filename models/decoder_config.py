@@ -6,57 +6,28 @@ from typing import Any
 
 from metainfer.ir.errors import TypeMismatch, Unsupported
 from metainfer.ir.rope import Rope
+from metainfer.models.config_reader import ConfigReader
+from metainfer.models.deepseek_config import (
+    DEEPSEEK,
+    deepseek_experts,
+    deepseek_latent,
+    deepseek_scale,
+)
+from metainfer.models.experts_config import ExpertsConfig
 from metainfer.models.hf_quantization import check_quantization
+from metainfer.models.latent_config import LatentConfig
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 _HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_HF_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_HF_TYPES = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *DEEPSEEK,
+)  # fmt: skip
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Families whose projections have no biases that the key "attention_bias" could switch on.
+_UNBIASED = ("mistral", "mixtral", "qwen2", "qwen2_moe")
 # Switches of these families that would change what is computed and that we do not know.
 _REFUSED = ("attention_chunk_size", "attn_logit_softcapping")
-_MISSING = object()
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """A mixture of experts in place of a layer's MLP.
-
-    Attributes:
-        num: experts of a layer.
-        chosen: experts that the router sends each token to.
-        intermediate: inner width of one expert.
-        renormalise: whether the chosen experts' shares are scaled to sum to 1.
-        layers: whether each layer has experts, or an MLP; () means experts in every layer.
-        shared: inner width of an expert that every token goes through, behind a gate of its own;
-            0 if there is none.
-
-    Raises: TypeMismatch if the sizes do not fit together.
-    """
-
-    num: int
-    chosen: int
-    intermediate: int
-    renormalise: bool = True
-    layers: tuple[bool, ...] = ()
-    shared: int = 0
-
-    def __post_init__(self) -> None:
-        """Check that the sizes fit together."""
-        if self.shared < 0:
-            raise TypeMismatch(f"a shared expert of width {self.shared}")
-        if min(self.num, self.chosen, self.intermediate) < 1 or self.chosen > self.num:
-            raise TypeMismatch(
-                f"{self.chosen} of {self.num} experts of width {self.intermediate} for each token"
-            )
-
-    def tiny(self) -> "ExpertsConfig":
-        """The form for a two-layer decoder; a dense layer stays if there was one."""
-        mixed = len(set(self.layers)) == 2
-        return replace(
-            self, num=min(self.num, 8), chosen=min(self.chosen, 2), intermediate=32,
-            layers=(False, True) if mixed else self.layers[:2], shared=min(self.shared, 48),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,6 +54,8 @@ class DecoderConfig:
         activation: "silu" or "gelu_tanh".
         scale: multiplies attention scores; 0 means head_dim ** -0.5.
         experts: what stands in the place of the MLP; None for dense decoders.
+        latent: sizes of latent attention, ``head_dim`` is that of its rotary part then; None for
+            attention over keys and values.
 
     Raises: TypeMismatch if the sizes do not fit together, Unsupported for an unknown activation.
     """
@@ -106,6 +79,7 @@ class DecoderConfig:
     activation: str = "silu"
     scale: float = 0.0
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:
         """Check that the sizes fit together."""
@@ -117,6 +91,14 @@ class DecoderConfig:
             raise TypeMismatch(f"{self.heads} query heads over {self.kv_heads} key heads")
         if self.head_dim % 2:
             raise TypeMismatch(f"rotary heads of odd width {self.head_dim}")
+        if self.latent is not None and (
+            self.windows or self.qk_norm or self.latent.rope_width != self.head_dim
+        ):
+            raise TypeMismatch(
+                f"latent attention with rotary keys of {self.latent.rope_width} numbers in heads "
+                f"of {self.head_dim}, windows {self.windows}, norms of heads {self.qk_norm}",
+                advice="latent attention has neither windows nor norms of heads",
+            )
         if self.windows and len(self.windows) != self.layers:
             raise TypeMismatch(f"{len(self.windows)} windows for {self.layers} layers")
         sparse = self.experts.layers if self.experts else ()
@@ -145,10 +127,12 @@ class DecoderConfig:
         """
         groups = min(self.heads // self.kv_heads, 3)
         windows = (min(self.windows[0], 5), min(self.windows[-1], 5)) if self.windows else ()
+        latent = self.latent and self.latent.tiny()
         return replace(
-            self, hidden=48, layers=2, heads=2 * groups, kv_heads=2, head_dim=16, intermediate=80,
+            self, hidden=48, layers=2, heads=2 * groups, kv_heads=2,
+            head_dim=latent.rope_width if latent else 16, intermediate=80,
             vocab=96, max_positions=min(self.max_positions, 128), windows=windows,
-            experts=self.experts and self.experts.tiny(),
+            experts=self.experts and self.experts.tiny(), latent=latent,
         )  # fmt: skip
 
     @classmethod
@@ -196,38 +180,8 @@ def _layer_windows(read: "_Reader", layers: int, is_sparse: bool) -> tuple[int, 
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """Reads typed values of one config, with errors that name the key."""
-
-    config: Mapping[str, Any]
-    origin: str
-
-    def unsupported(self, what: str, advice: str) -> Unsupported:
-        kind = self.config.get("model_type")
-        return Unsupported(f"model type {kind!r}: {what}", origin=self.origin, advice=advice)
-
-    def get(self, key: str, default: Any = _MISSING) -> Any:
-        value = self.config.get(key)
-        if value is not None:
-            return value
-        if default is _MISSING:
-            raise self.unsupported(f"the config has no {key!r}", "take the model's own config.json")
-        return default
-
-    def _typed(self, key: str, default: Any, kinds: tuple[type, ...], wanted: str) -> Any:
-        value = self.get(key, default)
-        if not isinstance(value, kinds) or (bool not in kinds and isinstance(value, bool)):
-            raise self.unsupported(f"{key} is {value!r}", f"wanted {wanted}")
-        return value
-
-    def integer(self, key: str, default: Any = _MISSING) -> int:
-        return int(self._typed(key, default, (int,), "an integer"))
-
-    def number(self, key: str, default: Any = _MISSING) -> float:
-        return float(self._typed(key, default, (int, float), "a number"))
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        return bool(self._typed(key, default, (bool,), "true or false"))
+class _Reader(ConfigReader):
+    """Reads a whole decoder."""
 
     def decoder(self) -> DecoderConfig:
         kind = self.config.get("model_type")
@@ -244,8 +198,10 @@ class _Reader:
         check_quantization(self.config, self.origin)
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         layers = self.integer("num_hidden_layers")
+        latent = deepseek_latent(self) if kind in DEEPSEEK else None
         head_dim = self.integer("head_dim", 128 if kind == "qwen3" else hidden // heads)
-        biased = kind in ("llama", "qwen3", "qwen3_moe") and self.flag("attention_bias")
+        biased = kind not in _UNBIASED and self.flag("attention_bias")
+        rope = self.rope(1e6 if kind == "mixtral" else 1e4)
         # Qwen2-MoE's bias of queries, keys and values can be switched off.
         always = kind == "qwen2" or (kind == "qwen2_moe" and self.flag("qkv_bias", True))
         return DecoderConfig(
@@ -253,20 +209,22 @@ class _Reader:
             layers=layers,
             heads=heads,
             kv_heads=self.integer("num_key_value_heads", heads),
-            head_dim=head_dim,
+            head_dim=latent.rope_width if latent else head_dim,
             intermediate=self.integer("intermediate_size"),
             vocab=self.integer("vocab_size"),
             max_positions=self.integer("max_position_embeddings"),
             eps=self.number("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
-            rope=self.rope(1e6 if kind == "mixtral" else 1e4),
+            rope=rope,
             tie=self.flag("tie_word_embeddings"),
             qkv_bias=biased or always,
             o_bias=biased,
-            mlp_bias=kind == "llama" and self.flag("mlp_bias"),
+            mlp_bias=kind in ("llama", "deepseek_v2") and self.flag("mlp_bias"),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             windows=self.windows(str(kind), layers),
             activation=self.activation(),
+            scale=deepseek_scale(self, latent) if latent else 0.0,
             experts=self.experts(str(kind), layers),
+            latent=latent,
         )
 
     def experts(self, kind: str, layers: int) -> ExpertsConfig | None:
@@ -276,6 +234,8 @@ class _Reader:
                 self.integer("num_experts_per_tok", 2),
                 self.integer("intermediate_size"),
             )
+        if kind in DEEPSEEK:
+            return deepseek_experts(self, layers)
         if kind not in _SPARSE:
             return None
         absent = _SPARSE[kind]
@@ -310,7 +270,7 @@ class _Reader:
         return self.integer("sliding_window", 0 if "sliding_window" in self.config else absent)
 
     def windows(self, kind: str, layers: int) -> tuple[int, ...]:
-        if kind == "llama":
+        if kind in ("llama", *DEEPSEEK):
             return ()
         if kind in ("mistral", "mixtral", "qwen3_moe"):
             # One window for all layers.

@@ -1,6 +1,7 @@
 """Weight names of checkpoints whose family names them otherwise than our decoder."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from metainfer.models.decoder_config import DecoderConfig
 
@@ -22,3 +23,12 @@ def hf_renames(kind: str, config: DecoderConfig) -> Mapping[str, str]:
         return {}
     layers = (f"model.layers.{i}." for i in range(config.layers))
     return {layer + ours: layer + theirs for layer in layers for ours, theirs in _MIXTRAL.items()}
+
+
+def hf_unused(keys: Mapping[str, Any], config: DecoderConfig) -> tuple[str, ...]:
+    """Patterns of tensors that a checkpoint has beside the decoder's.
+
+    DeepSeek-V3's holds layers behind the last one that guess further tokens: they change none.
+    """
+    guessing = keys.get("num_nextn_predict_layers") or 0
+    return tuple(f"model.layers.{config.layers + i}.*" for i in range(int(guessing)))

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from metainfer.ir.rope import Rope
 from metainfer.models.decoder import decoder_spec
-from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
+from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.experts_config import ExpertsConfig
 from metainfer.models.spec import ModelSpec
 
 config_30b = DecoderConfig(

@@ -11,6 +11,7 @@ from metainfer.ir.errors import MetainferError
 from metainfer.ir.graph import Module
 from metainfer.ir.printer import print_module
 from metainfer.ir.verify import verify_module
+from metainfer.passes.absorb_latents import absorb_latents
 from metainfer.passes.canonicalize import canonicalize
 from metainfer.passes.collectives import collectives
 from metainfer.passes.fuse import fuse
@@ -41,6 +42,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("raise", raise_ops),
     Pass("raise_experts", raise_experts),
     Pass("canonicalize", canonicalize),
+    Pass("absorb_latents", absorb_latents),
     Pass("quantize", quantize),
     Pass("place_experts", place_experts),
     Pass("shard", shard),

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from metainfer.ir.dtypes import Block
+from metainfer.ir.entries import is_latent
 from metainfer.ir.errors import Unsupported
-from metainfer.ir.graph import Graph, Module, Op
+from metainfer.ir.graph import Graph, Module, Op, Value
 from metainfer.ir.naming import canonical_names
 from metainfer.ir.ops.record import VIEW, op_def
 from metainfer.ir.simulate import axis_groups
@@ -187,6 +188,18 @@ def _report(before: Graph, found: Sharded, ranks: int, target: Target) -> None:
     target.report.add(Decision("shard", f"{before.name}: collectives over tp", text, reason))
 
 
+def _whole_latents(graph: Graph, state: Value, ranks: int) -> Decision:
+    """Latents belong to all heads, of which every rank has some."""
+    size = state.state.entry_bytes()
+    reason = (
+        f"one latent a token for all heads: each of the {ranks} ranks holds it, its heads attend "
+        f"over it; a token takes {size:,} bytes on each rank, {ranks} times the room of one copy; "
+        "replicas by --dp hold each token once"
+    )
+    subject, data = f"{graph.name}: {state.name}", (("copies", ranks),)
+    return Decision("shard", subject, f"held {ranks}x", reason, data=data)
+
+
 def _described(type_: TensorType | StateType, form: Form) -> str:
     if isinstance(type_, StateType):
         places = form if isinstance(form, tuple) else ()
@@ -230,6 +243,9 @@ def _report_whole_states(module: Module, ranks: int, target: Target) -> None:
         for state in graph.states:
             fields: Mapping[str, TensorType] = dict(state.state.fields)
             if any(t.sharding.axes for t in fields.values()):
+                continue
+            if is_latent(state.state):
+                target.report.add(_whole_latents(graph, state, ranks))
                 continue
             heads = next(iter(fields.values())).shape[0]
             target.report.add(

@@ -44,6 +44,8 @@ POSITIONS = 256  # more than any position in the examples
 _TYPED = re.compile(r"operand (\d+) is (?:a )?(\S+)")
 # Operands of ops on states that come from the step record.
 _STEP = {"kv_write": {3: "slots"}, "attention": {2: "starts", 3: "lengths", 4: "pages"}}
+_STEP["latent_write"] = _STEP["kv_write"]
+_STEP["latent_attention"] = {3: "starts", 4: "lengths", 5: "pages"}
 
 
 @dataclass(frozen=True)

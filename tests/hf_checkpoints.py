@@ -29,6 +29,36 @@ _BASE: dict[str, Any] = {
     "use_cache": False,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": {
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
     "llama": {},
     "mistral": {"sliding_window": None},
     "qwen2": {"head_dim": None, "hidden_size": 64},
@@ -63,6 +93,7 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_DEEP_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.5}
 
 
@@ -75,6 +106,23 @@ class Case:
 
 
 CASES: dict[str, Case] = {
+    "deepseek_v2": Case("deepseek_v2"),
+    "deepseek_v2_groups": Case(
+        "deepseek_v2",
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "q_lora_rank": 24,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek_v3": Case("deepseek_v3", {"rope_parameters": _DEEP_YARN}),
+    "deepseek_v3_dense": Case(
+        "deepseek_v3",
+        {"first_k_dense_replace": 3, "rope_interleave": False, "tie_word_embeddings": True},
+    ),
     "llama": Case("llama"),
     "llama_tied": Case("llama", {"tie_word_embeddings": True}),
     "llama_biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -108,6 +156,8 @@ CASES: dict[str, Case] = {
 }
 
 _CLASSES = {
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
@@ -174,6 +224,9 @@ def _randomise(model: torch.nn.Module) -> None:
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
 
 
 def _write_tokenizer(path: Path) -> None:

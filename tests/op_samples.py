@@ -64,7 +64,7 @@ class Sample:
 
     def data(self, rng: np.random.Generator) -> list[Any]:
         """Random operands of a sample whose sizes are numbers."""
-        if self.name in ("attention", "kv_write"):
+        if any(isinstance(t, StateType) for t in self.types):
             return _paged_data(self, rng)
         return [_data(o, rng) for o in self.operands]
 
@@ -137,13 +137,13 @@ PAGE_SIZE = 4
 def _paged_data(sample_: Sample, rng: np.random.Generator) -> list[Any]:
     """Operands of ops on paged states: page tables and lengths that fit each other."""
     state = next(o.type for o in sample_.operands if isinstance(o.type, StateType))
-    if sample_.name == "kv_write":
+    if sample_.name.endswith("_write"):
         k, v, slots = (_data(o, rng) for o in sample_.operands[1:])
         pages = -(-len(slots) // PAGE_SIZE) + 1
         slots = rng.permutation(pages * PAGE_SIZE)[: len(slots)].astype(np.int32)
         return [_state_data(state, pages, rng), k, v, slots]
-    q = _data(sample_.operands[0], rng)
-    shape = sample_.operands[4].type
+    queries = [_data(o, rng) for o in sample_.operands[:-4]]
+    q, shape = queries[0], sample_.operands[-1].type
     assert isinstance(shape, TensorType)
     batch, most = shape.concrete({})
     # Each sequence has some of the new tokens, the last rows may be padding.
@@ -155,7 +155,7 @@ def _paged_data(sample_: Sample, rng: np.random.Generator) -> list[Any]:
     new = np.diff(starts)
     lengths = np.array([rng.integers(n, room + 1) for n in new], np.int32)
     pages = rng.permutation(np.arange(1, batch * most + 1)).reshape(batch, most).astype(np.int32)
-    return [q, _state_data(state, batch * most + 1, rng), starts, lengths, pages]
+    return [*queries, _state_data(state, batch * most + 1, rng), starts, lengths, pages]
 
 
 def _state_data(state: StateType, pages: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -170,6 +170,8 @@ _STATE = "pages(k: f32[4,8], v: f32[4,8]) per token"
 _ROUNDED = (
     "pages(k: f8e4m3[4,8], k_scale: f8e8m0[4,1], v: f8e4m3[4,8], v_scale: f8e8m0[4,1]) per token"
 )
+_LATENT = "pages(c: f32[8], r: f32[4]) per token"
+_LATENT_ROUNDED = "pages(c: f8e4m3[8], c_scale: f8e8m0[1], r: f32[4]) per token"
 _STEP = ("i32[B+1]", "i32[B]", "i32[B,P]")
 _EXPERTS = ("f32[4,12,8]", "f32[4,12,8]", "f32[4,8,12]")
 _YARN = {"scaling": "yarn", "factor": 4.0, "original_max": 64}
@@ -267,6 +269,10 @@ SAMPLES: tuple[Sample, ...] = (
     sample("attention", "f32[T,8,8]", _ROUNDED, *_STEP),
     sample("attention", "f32[T,8,8]", "pages(k: f32[1,8], v: f32[1,4]) per token", *_STEP),
     sample("attention", "f32[T,4,8]", _STATE, *_STEP, scale=0.3, window=3, softcap=2.0),
+    *(sample("latent_write", s, "f32[T,8]", "f32[T,4]", "i32[T]")
+      for s in (_LATENT, _LATENT_ROUNDED)),
+    sample("latent_attention", "f32[T,4,8]", "f32[T,4,4]", _LATENT, *_STEP, scale=0.3),
+    sample("latent_attention", "f32[T,3,8]", "f32[T,3,4]", _LATENT_ROUNDED, *_STEP, scale=0.5),
     # shapes
     sample("reshape", "f32[T,32]", shape=(_T, 4, 8)),
     sample("reshape", "f32[T,4,8]", shape=(_T, 32)),

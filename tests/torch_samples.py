@@ -1,7 +1,7 @@
 """Sample ops with data for the torch kernels, and how their results are judged."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -197,14 +197,20 @@ def paged(dtype: str, lengths: list[int], new: list[int], width: int = 8) -> Any
 
     The null page holds NaN: no sequence may read it.
     """
+    entry = tensor(scalar(dtype), 2, width)
+    return paged_state({"k": entry, "v": entry}, lengths, new)
+
+
+def paged_state(fields: dict[str, TensorType], lengths: list[int], new: list[int]) -> Any:
+    """The same of a state with any fields of numbers."""
     page_size, longest = 4, max(-(-n // 4) for n in lengths)
     num_pages = 1 + longest * len(lengths)
-    entry = tensor(scalar(dtype), 2, width)
-    type_ = StateType("pages", (("k", entry), ("v", entry)), page_size=page_size)
-    shape = (num_pages, page_size, 2, width)
-    state = {f: RNG.uniform(-2, 2, shape).astype(scalar(dtype).numpy) for f in "kv"}
-    for field in state.values():
-        field[0] = np.nan
+    type_ = StateType("pages", tuple(fields.items()), page_size=page_size)
+    state = {}
+    for name, entry in fields.items():
+        shape = (num_pages, page_size, *entry.concrete({}))
+        state[name] = RNG.uniform(-2, 2, shape).astype(cast(Scalar, entry.dtype).numpy)
+        state[name][0] = np.nan
     pages = np.zeros((len(lengths), longest), np.int32)
     order = RNG.permutation(np.arange(1, num_pages)).astype(np.int32)
     for b, n in enumerate(lengths):
@@ -233,6 +239,21 @@ def attention_case(
     types = [tensor(scalar(dtype), rows, 4, width), type_, *fields]
     q = RNG.uniform(-2, 2, (rows, 4, width)).astype(scalar(dtype).numpy)
     return make_op("attention", types, attrs), [q, state, *step]
+
+
+def latent_case(
+    dtype: str, batch: tuple[list[int], list[int]], heads: int = 3, padding: int = 2
+) -> tuple[Op, list[Data]]:
+    """A latent_attention op over paged sequences, with padded rows after them."""
+    lengths, new = batch
+    entries = {"c": tensor(scalar(dtype), 16), "r": tensor(scalar(dtype), 8)}
+    type_, state, *step = paged_state(entries, lengths, new)
+    rows = sum(new) + padding
+    queries = [RNG.uniform(-2, 2, (rows, heads, w)).astype(scalar(dtype).numpy) for w in (16, 8)]
+    types = [tensor(scalar(dtype), *q.shape) for q in queries]
+    fields = [tensor(scalar("i32"), *a.shape) for a in step]
+    op = make_op("latent_attention", [*types, type_, *fields], {"scale": 0.2})
+    return op, [*queries, state, *step]
 
 
 def fused(

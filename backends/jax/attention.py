@@ -94,8 +94,16 @@ def _sdpa(
 
 
 def _kv_write(state: Mapping[str, Any], k: Any, v: Any, slots: Any) -> dict[str, Any]:
+    return _written(state, {"k": k, "v": v}, slots)
+
+
+def _latent_write(state: Mapping[str, Any], c: Any, r: Any, slots: Any) -> dict[str, Any]:
+    return _written(state, {"c": c, "r": r}, slots)
+
+
+def _written(state: Mapping[str, Any], entries: Mapping[str, Any], slots: Any) -> dict[str, Any]:
     written = {}
-    for name, value in (("k", k), ("v", v)):
+    for name, value in entries.items():
         size = state[name].shape[1]
         place = (slots // size, slots % size)
         scaled = f"{name}_scale"
@@ -118,6 +126,14 @@ def _entries(state: Mapping[str, Any], name: str) -> Any:
     return state[name].astype(jnp.float32) * scales.astype(jnp.float32)
 
 
+def _rows(tokens: int, starts: Any, lengths: Any) -> tuple[Any, Any, Any]:
+    """Of each row: its sequence, whether it is none of the padding, and its position."""
+    row = jnp.arange(tokens)
+    # Sequences without new tokens have no rows.
+    sequence = jnp.clip(jnp.searchsorted(starts, row, side="right") - 1, 0, len(lengths) - 1)
+    return sequence, row < starts[-1], lengths[sequence] - (starts[sequence + 1] - row)
+
+
 def _attention(
     q: Any,
     state: Mapping[str, Any],
@@ -130,11 +146,7 @@ def _attention(
     softcap: float = 0.0,
 ) -> Any:
     tokens, heads, width = q.shape
-    row = jnp.arange(tokens)
-    # The sequence of each row; sequences without new tokens have no rows.
-    sequence = jnp.clip(jnp.searchsorted(starts, row, side="right") - 1, 0, len(lengths) - 1)
-    valid = row < starts[-1]
-    position = lengths[sequence] - (starts[sequence + 1] - row)
+    sequence, valid, position = _rows(tokens, starts, lengths)
     gathered = {n: _entries(state, n).astype(q.dtype)[pages[sequence]] for n in ("k", "v")}
     k, v = (gathered[n].reshape(tokens, -1, *gathered[n].shape[3:]) for n in ("k", "v"))
     groups = k.shape[2]
@@ -150,9 +162,29 @@ def _attention(
     return jnp.einsum("tghl,tlge->tghe", weights, v).reshape(tokens, heads, v.shape[-1])
 
 
+def _latent_attention(
+    q: Any,
+    q_rope: Any,
+    state: Mapping[str, Any],
+    starts: Any,
+    lengths: Any,
+    pages: Any,
+    *,
+    scale: float,
+) -> Any:
+    """One key head whose keys are latents and rotary keys side by side."""
+    latents = _entries(state, "c").astype(q.dtype)
+    keys = jnp.concatenate([latents, state["r"].astype(q.dtype)], axis=-1)
+    wide = {"k": keys[:, :, None], "v": latents[:, :, None]}
+    joined = jnp.concatenate([q, q_rope], axis=-1)
+    return _attention(joined, wide, starts, lengths, pages, scale=scale)
+
+
 ATTENTION: dict[str, Reference] = {
     "rope": _rope,
     "sdpa": _sdpa,
     "kv_write": _kv_write,
     "attention": _attention,
+    "latent_write": _latent_write,
+    "latent_attention": _latent_attention,
 }

@@ -15,7 +15,7 @@ from metainfer.backends.torch.plain_reduce import softmax
 from metainfer.backends.torch.plain_shape import as_index
 from metainfer.backends.torch.quantize import quantize
 from metainfer.backends.torch.tensors import to_torch, widen
-from metainfer.ir.entries import KV_FP8, scale_field
+from metainfer.ir.entries import ENTRIES, KV_FP8, LATENT, ROTARY, scale_field
 from metainfer.ir.rope import Rope
 
 Run = Callable[[TorchCall], None]
@@ -78,14 +78,22 @@ def write_entries(state: StateTensors, k: torch.Tensor, v: torch.Tensor, at: tor
 
     Shapes: state fields [pages, page_size, G, D], k and v [T, G, D], at [T].
     """
-    for name, value in (("k", k), ("v", v)):
-        scaled = scale_field(name)
-        if scaled not in state:
-            _write(state[name], value.to(state[name].dtype), at)
-            continue
-        codes, scales = quantize(value, KV_FP8)
-        _write(state[name].view(torch.uint8), codes.view(torch.uint8), at)
-        _write(state[scaled].view(torch.uint8), scales.view(torch.uint8), at)
+    write_entry(state, "k", k, at)
+    write_entry(state, "v", v, at)
+
+
+def write_entry(state: StateTensors, name: str, value: torch.Tensor, at: torch.Tensor) -> None:
+    """Store what a field holds of each token at its slot, in place.
+
+    Shapes: state fields [pages, page_size, ...], value [T, ...], at [T].
+    """
+    scaled = scale_field(name)
+    if scaled not in state:
+        _write(state[name], value.to(state[name].dtype), at)
+        return
+    codes, scales = quantize(value, KV_FP8)
+    _write(state[name].view(torch.uint8), codes.view(torch.uint8), at)
+    _write(state[scaled].view(torch.uint8), scales.view(torch.uint8), at)
 
 
 def _write(pages: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> None:
@@ -99,7 +107,7 @@ def read_pages(
 ) -> torch.Tensor:
     """Entries of some pages one behind the other; rounded ones as numbers of a type.
 
-    Shapes: table [N] -> [N * page_size, G, D].
+    Shapes: table [N] -> [N * page_size, G, D]; of latents without G.
     """
     pages, scales = state[name], state.get(scale_field(name))
     if scales is None:
@@ -117,13 +125,13 @@ def _kv_write(call: TorchCall) -> None:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence of an attention: its rows of q, and its keys and values in order.
+    """One sequence of an attention: its rows of q, and its entries in order.
 
     Attributes:
         first: first row of q.
         last: row after the last one.
-        keys: [L, G, D], gathered from its pages.
-        values: [L, G, E].
+        keys: [L, G, D], gathered from its pages; of a latent state [L, R].
+        values: [L, G, E]; of a latent state [L, C].
     """
 
     first: int
@@ -156,12 +164,13 @@ def sequences(
     Shapes: starts [B+1], lengths [B], pages [B, P].
     """
     rows, counts = starts.tolist(), lengths.tolist()
-    page_size = state["k"].shape[1]
+    names = (ROTARY, LATENT) if LATENT in state else ENTRIES
+    page_size = state[names[0]].shape[1]
     for b, length in enumerate(counts):
         if rows[b] == rows[b + 1]:
             continue
         table = as_index(pages[b, : -(-length // page_size)])
-        keys, values = (read_pages(state, f, table, kind)[:length] for f in ("k", "v"))
+        keys, values = (read_pages(state, f, table, kind)[:length] for f in names)
         yield Sequence(rows[b], rows[b + 1], keys, values)
 
 
@@ -186,9 +195,38 @@ def _attention(call: TorchCall) -> None:
     out.copy_(result)
 
 
+def _latent_write(call: TorchCall) -> None:
+    state, c, r, at = call.inputs
+    write_entry(state, LATENT, c, at)
+    write_entry(state, ROTARY, r, at)
+
+
+def _latent_attention(call: TorchCall) -> None:
+    """One sequence after the other: all heads of its new tokens are rows of products with latents.
+
+    Shapes: q [T, H, C], q_rope [T, H, R], state fields [pages, page_size, C or R] -> [T, H, C].
+    """
+    q, q_rope, state, *step = call.inputs
+    q, q_rope, out = widen(q), widen(q_rope), call.outputs[0]
+    heads, width = q.shape[1:]
+    # Rows past the last sequence are padding and give zeros.
+    out.zero_()
+    for sequence in sequences(state, *step, kind=q.dtype):
+        rows = slice(sequence.first, sequence.last)
+        keys, latents = widen(sequence.keys), widen(sequence.values)
+        scores = torch.mm(q[rows].reshape(-1, width), latents.t())
+        scores = torch.addmm(scores, q_rope[rows].reshape(-1, keys.shape[1]), keys.t())
+        scores = scores.view(-1, heads, len(latents)) * call.attrs["scale"]
+        hidden = ~sequence.seen(0)[:, None]
+        weights = softmax(scores.masked_fill(hidden, float("-inf")), -1)
+        out[rows] = torch.mm(weights.flatten(0, 1), latents).view(-1, heads, width).to(out.dtype)
+
+
 PLAIN_ATTENTION: dict[str, Run] = {
     "rope": _rope,
     "sdpa": _sdpa,
     "kv_write": _kv_write,
     "attention": _attention,
+    "latent_write": _latent_write,
+    "latent_attention": _latent_attention,
 }

@@ -112,7 +112,8 @@ def register_common(kernels: Registry, flavour: Flavour) -> None:
     table = (dtype(0, "i32", "i64"), dtype(1, *FLOATS), result_dtype(1))
     adder.add("embedding", TorchBinder(PLAIN["embedding"]), table)
     adder.add("full", TorchBinder(PLAIN["full"]), ())
-    adder.add("kv_write", TorchBinder(PLAIN["kv_write"]), (), launches=3)
+    for name in ("kv_write", "latent_write"):
+        adder.add(name, TorchBinder(PLAIN[name]), (), launches=3)
     _norms(adder)
 
 

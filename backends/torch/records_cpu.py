@@ -30,6 +30,7 @@ from metainfer.backends.torch.constraints import (
     state_like,
 )
 from metainfer.backends.torch.layouts import INT4_N, INT8_K, is_int4_group
+from metainfer.backends.torch.plain import PLAIN
 
 # Rounding of bf16: what a kernel adds that rounds weights or probabilities to it once more.
 BF16_STEP = 2.0**-8
@@ -49,6 +50,7 @@ CODES = {
     "f4e2m1": Efficiency(0.0128, 0.9, "f32", EPYC + "look-up 1.3 ns a number, product 0.2"),
 }
 ATTENTION = Efficiency(0.35, 0.5, source=XEON + "18 GB/s with the gathers, 78-153 GFLOP/s")
+LATENTS = Efficiency(0.35, 0.5, source="assumed as that of attention: its products are wider")
 
 
 def register_cpu(kernels: Registry) -> None:
@@ -287,4 +289,15 @@ def _attention() -> tuple[Kernel, ...]:
     return (
         *pair("sdpa", "sdpa", dense, operand_count(3), same_dtype(0, 1, 2)),
         *pair("attention_sdpa", "attention", paged, no_cap, state_like(1, 0)),
+        Kernel(
+            "torch.latent_attention_rows",
+            "latent_attention",
+            "torch",
+            requires=(CPU, dtype(0, "f32", "bf16", "f16"), state_like(2, 0)),
+            efficiency=LATENTS,
+            # For each sequence: two gathers, the mask, two products of the scores, softmax, values.
+            launches=16,
+            extra_bytes=2.0,
+            binder=TorchBinder(PLAIN["latent_attention"]),
+        ),
     )

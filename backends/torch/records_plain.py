@@ -82,6 +82,8 @@ COMPOSITIONS: dict[str, Composition] = {
     "sdpa": Composition(19, 8.0, f32_launches=16, f32_traffic=6.0, compute=0.06),
     "kv_write": Composition(3, 0.0),
     "attention": Composition(30, 8.0, f32_launches=27, f32_traffic=6.0, compute=0.06),
+    "latent_write": Composition(3, 0.0),
+    "latent_attention": Composition(30, 8.0, f32_launches=27, f32_traffic=6.0, compute=0.06),
 }
 
 

@@ -143,14 +143,15 @@ def _infer_kv_write(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (state,)
 
 
-def _entry_bytes(sizes: Sizes) -> int:
+def entry_traffic(sizes: Sizes) -> int:
+    """Bytes that a write of entries moves: read and written once."""
     return 2 * cast(StateType, sizes.operands[0]).entry_bytes() * sizes.shape(1)[0]
 
 
 @op(
     "kv_write",
     infer=_infer_kv_write,
-    bytes=_entry_bytes,
+    bytes=entry_traffic,
     shard="{H D!}, T! H D!, T! H D!, T! -> {H D!}",
     traits=[STATEFUL, RAW],
 )
@@ -160,13 +161,21 @@ def kv_write(state: State, k: Array, v: Array, slots: Array) -> State:
     A state with fields of scales gets them rounded (`ir.entries`).
     Shapes: k, v [T, G, D], slots [T]; state fields [pages, page_size, G, D].
     """
-    written = {}
-    for name, value in (*stored_entry(state, "k", k).items(), *stored_entry(state, "v", v).items()):
+    return written(state, {**stored_entry(state, "k", k), **stored_entry(state, "v", v)}, slots)
+
+
+def written(state: State, entries: State, slots: Array) -> State:
+    """The pages of a state with new entries at their slots.
+
+    Shapes: entries [T, ...], slots [T]; state fields [pages, page_size, ...].
+    """
+    made = {}
+    for name, value in entries.items():
         pages = state[name].copy()
         flat = pages.reshape(-1, *pages.shape[2:])
         flat[slots] = value
-        written[name] = flat.reshape(pages.shape)
-    return written
+        made[name] = flat.reshape(pages.shape)
+    return made
 
 
 def _infer_attention(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
@@ -177,40 +186,59 @@ def _infer_attention(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
         raise TypeMismatch(f"attention of {q} over {state}: wanted [T, H, D] over k, v [G, D]")
     if q.shape[-1] != k.shape[-1]:
         raise TypeMismatch(f"attention: heads of {q.shape[-1]} over keys of {k.shape[-1]}")
-    starts, lengths, pages = (integers_of(t, "the step's fields") for t in types[2:])
-    if (starts.rank, lengths.rank, pages.rank) != (1, 1, 2):
-        raise TypeMismatch(f"attention: starts {starts}, lengths {lengths}, pages {pages}")
-    if starts.shape[0] != lengths.shape[0] + 1 or pages.shape[0] != lengths.shape[0]:
-        raise TypeMismatch(f"attention: starts {starts}, lengths {lengths}, pages {pages}")
+    check_step("attention", types[2:])
     if q.shape[1].static % k.shape[0].static:
         raise TypeMismatch(f"attention: {q.shape[1]} query heads over {k.shape[0]} key heads")
     return (q.with_shape((q.shape[0], q.shape[1], v.shape[-1])),)
 
 
-def context_of(sizes: Sizes) -> int:
+def context_of(sizes: Sizes, state_operand: int = 1) -> int:
     """Keys that each sequence sees: its page table's extent, cut to the window."""
-    state = cast(StateType, sizes.operands[1])
+    state = cast(StateType, sizes.operands[state_operand])
     context = sizes.env["P"] * (state.page_size or 1)
     window = int(cast(int, sizes.attrs.get("window", 0)))
     return min(context, window) if window else context
 
 
-def _attention_flops(sizes: Sizes) -> int:
-    tokens, heads, width = sizes.shape(0)
-    state, batch = cast(StateType, sizes.operands[1]), max(sizes.env["B"], 1)
+def pairs_seen(sizes: Sizes, state_operand: int = 1) -> int:
+    """Pairs of a new token and a key that it sees, sequences taken as equally long."""
+    tokens = sizes.shape(0)[0]
+    state, batch = cast(StateType, sizes.operands[state_operand]), max(sizes.env["B"], 1)
     context = max(sizes.env["P"] * (state.page_size or 1), -(-tokens // batch))
     # With equal sequences, query i of t sees context - t + i + 1 keys: together t (2c - t + 1) / 2.
     seen = tokens * (2 * context + 1) // 2 - tokens * tokens // (2 * batch)
     window = int(cast(int, sizes.attrs.get("window", 0)))
-    if window:
-        seen = min(seen, tokens * window)
-    return 2 * heads * (width + sizes.result_shape()[-1]) * seen
+    return min(seen, tokens * window) if window else seen
+
+
+def _attention_flops(sizes: Sizes) -> int:
+    _, heads, width = sizes.shape(0)
+    return 2 * heads * (width + sizes.result_shape()[-1]) * pairs_seen(sizes)
 
 
 def _attention_bytes(sizes: Sizes) -> int:
     q = cast(TensorType, sizes.operands[0])
     read = cast(StateType, sizes.operands[1]).entry_bytes() * context_of(sizes) * sizes.env["B"]
     return 2 * q.bytes_at(sizes.env) + read
+
+
+def check_step(name: str, types: Sequence[Type]) -> None:
+    """Check the types of the step's starts [B+1], lengths [B] and pages [B, P].
+
+    Raises: TypeMismatch naming the op if they do not fit.
+    """
+    starts, lengths, pages = (integers_of(t, "the step's fields") for t in types)
+    ranks = (starts.rank, lengths.rank, pages.rank)
+    fits = ranks == (1, 1, 2) and pages.shape[0] == lengths.shape[0]
+    if not fits or starts.shape[0] != lengths.shape[0] + 1:
+        raise TypeMismatch(f"{name}: starts {starts}, lengths {lengths}, pages {pages}")
+
+
+def visible(first: int, last: int, length: int, window: int = 0) -> Array:
+    """Which keys of a sequence its new tokens see: bool [last - first, length]."""
+    at = length - (last - first) + np.arange(last - first)[:, None]
+    seen = np.arange(length)[None, :] <= at
+    return cast(Array, seen & (np.arange(length)[None, :] > at - window) if window else seen)
 
 
 @op(
@@ -253,10 +281,7 @@ def attention(
         scores = np.einsum("thd,hld->htl", q[first:last], k) * (scale or q.shape[-1] ** -0.5)
         if softcap:
             scores = softcap * np.tanh(scores / softcap)
-        at = length - (last - first) + np.arange(last - first)[:, None]
-        seen = np.arange(length)[None, :] <= at
-        if window:
-            seen &= np.arange(length)[None, :] > at - window
+        seen = visible(first, last, length, window)
         weights = OPS["softmax"].reference(np.where(seen, scores, -np.inf))
         result[first:last] = np.einsum("htl,hle->the", weights, v)
     return result

@@ -20,6 +20,7 @@ from torch_samples import (
     check,
     floats,
     ints,
+    latent_case,
     paged,
     scalar,
     weight,
@@ -63,7 +64,8 @@ def test_other_types(case: Case) -> None:
 
 def test_all_ops_are_covered() -> None:
     seen = {c[0] for c in (*FLOAT_CASES, *OTHER_CASES)}
-    assert set(PLAIN) - seen == {"embedding", "kv_write", "attention"}
+    paged = {"kv_write", "attention", "latent_write", "latent_attention"}
+    assert set(PLAIN) - seen == {"embedding", *paged}
 
 
 @pytest.mark.parametrize("float_type", ["f32", "bf16"])
@@ -125,6 +127,12 @@ ATTENTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_attention(batch: tuple[list[int], list[int]], attrs: dict[str, Any], dtype: str) -> None:
     check(plain("attention"), *attention_case(dtype, batch, attrs))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_latent_attention(batch: tuple[list[int], list[int]], dtype: str) -> None:
+    check(plain("latent_attention"), *latent_case(dtype, batch))
 
 
 def test_kv_write_changes_its_slots_only() -> None:

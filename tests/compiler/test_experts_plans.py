@@ -8,7 +8,7 @@ import pytest
 import metainfer
 from metainfer.ir.plan import Plan
 from metainfer.models.decoder import decoder_spec
-from metainfer.models.decoder_config import ExpertsConfig
+from metainfer.models.experts_config import ExpertsConfig
 from metainfer.models.qwen3_moe import config_tiny
 
 

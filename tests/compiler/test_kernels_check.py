@@ -24,7 +24,8 @@ from metainfer.hardware.load import load_machine
 from metainfer.ir.plan import Plan
 from metainfer.ir.printer import print_module
 from metainfer.models.decoder import decoder_spec
-from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
+from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.experts_config import ExpertsConfig
 
 XPCIE = load_machine("8xpcie").device(0)
 

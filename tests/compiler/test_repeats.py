@@ -15,7 +15,8 @@ from metainfer.compiler.capture import Captured, capture_language_model, capture
 from metainfer.ir.interpret import interpret
 from metainfer.ir.printer import print_module
 from metainfer.models.decoder import Decoder
-from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
+from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.experts_config import ExpertsConfig
 
 SMALL = DecoderConfig(
     hidden=32, layers=5, heads=4, kv_heads=2, head_dim=8, intermediate=48, vocab=50,

@@ -24,7 +24,8 @@ from metainfer.hardware.load import load_machine
 from metainfer.ir.errors import PlanError, TuningError
 from metainfer.ir.plan import Plan
 from metainfer.models.decoder import decoder_spec
-from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
+from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.experts_config import ExpertsConfig
 from metainfer.passes.candidates import kind_of
 
 

@@ -25,7 +25,8 @@ from metainfer.ir.histogram import RoutingHistogram
 from metainfer.ir.ops.collective import MEETING
 from metainfer.ir.plan import Plan
 from metainfer.models.decoder import Decoder, decoder_spec
-from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
+from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.experts_config import ExpertsConfig
 
 PAGES, RANKS = 12, 8
 PLACED = "place_experts"

@@ -12,7 +12,8 @@ from metainfer.ir.errors import MetainferError, TypeMismatch, Unsupported
 from metainfer.ir.rope import Rope
 from metainfer.models import qwen2_moe, qwen3_moe
 from metainfer.models.decoder import Decoder, decoder_spec
-from metainfer.models.decoder_config import DecoderConfig, ExpertsConfig
+from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.experts_config import ExpertsConfig
 from metainfer.models.hf_names import hf_renames
 
 SMALL: dict[str, Any] = {

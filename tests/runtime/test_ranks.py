@@ -34,6 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 8, "num_attention_heads": 8, "num_hidden_layers": 2,
         "shared_expert_intermediate_size": 64,
     },
+    # Latents that every rank holds.
+    "deepseek_v3": {"num_hidden_layers": 2, "moe_intermediate_size": 64},
 }  # fmt: skip
 # Experts that a skewed histogram places, hot ones twice.
 SKEWED = {"routing": "skewed", "replicas": 4}
@@ -51,6 +53,7 @@ CHOSEN: list[Case] = [
     ("qwen3_moe", {"dp": 2, "tp": 2, "ep": 4}, {"weights": "nvfp4", **PLAIN}),
     ("qwen3_moe", {"pp": 2, "dp": 2, "tp": 2, "ep": 2}, {"weights": "fp8"}),
     ("qwen2_moe", {"dp": 2, "ep": 2}, {"micro_batches": 2}),
+    ("deepseek_v3", {"tp": 2, "ep": 2}, {}),
 ]
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "llama": [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 3}, {"pp": 2, "tp": 2}, {"pp": 2, "tp": 4}],
@@ -64,6 +67,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"pp": 2, "dp": 4, "ep": 4},
     ],
     "qwen2_moe": [{"tp": 2}, {"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}],
+    "deepseek_v3": [{"tp": 2}, {"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"pp": 2, "tp": 2}],
 }  # fmt: skip
 
 
