@@ -48,7 +48,6 @@ CHOSEN: list[Case] = [
     ("llama", {"pp": 2, "tp": 2}, {"forbids": ("ranks.all_reduce_one_shot",)}),
     ("qwen3_moe", {"tp": 2}, {"weights": "mxfp4"}),
     ("qwen3_moe", {"tp": 2, "ep": 2}, {"weights": "fp8", **PLAIN}),
-    ("qwen3_moe", {"dp": 2, "ep": 2}, {"micro_batches": 2}),
     ("qwen3_moe", {"tp": 4, "ep": 4}, SKEWED),
     ("qwen3_moe", {"dp": 2, "tp": 2, "ep": 4}, {"weights": "nvfp4", **PLAIN}),
     ("qwen3_moe", {"pp": 2, "dp": 2, "tp": 2, "ep": 2}, {"weights": "fp8"}),
