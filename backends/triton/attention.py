@@ -1,9 +1,10 @@
 """Launches of paged attention: which tile, which grid, for which sizes.
 
-Shape letters: T tokens, B sequences, H query heads, G key heads, D and E widths.
+Shape letters: T tokens, B sequences, H query heads, G key heads, D and E widths; over latents C is
+their width and R that of the rotary keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,12 +13,15 @@ import torch
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.triton.launch import Launch
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
+from metainfer.ir import entries
 from metainfer.ir.entries import scale_field
 from metainfer.ir.errors import Unsupported
 
 LOG2_E = 1.4426950408889634
 SMALLEST_PAGE = 16
 WIDEST_HEAD = 256
+LATENT = 512  # numbers of a latent at most
+SMALLEST_LATENT = 16  # what a product adds up at least
 _ASSUMED_SMS = 132  # where tensors lie on no GPU: interpreted, or compiled for another machine
 PER_SM = 2  # programs of the split form that share a multiprocessor
 _COMBINED = 16  # pieces that attention_combine reads at once
@@ -46,8 +50,11 @@ class Tile:
 class Attention:
     """One call: its tensors and attributes.
 
+    Over latents, which are keys and values at once, k holds them and v the rotary keys.
     Shapes: q [T, H, D], k and v [pages, page_size, G, D or E], starts [B+1], lengths [B],
     pages [B, P], out [T, H, E]; scales [pages, page_size, G, 1], of k and v that are codes.
+    Over latents: q [T, H, C], q_rope [T, H, R], k and v [pages, page_size, 1, C or R],
+    out [T, H, C].
     """
 
     q: torch.Tensor
@@ -63,6 +70,17 @@ class Attention:
     workspace: torch.Tensor | None = None
     k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
+    q_rope: torch.Tensor | None = None
+
+    @property
+    def rotary(self) -> int:
+        """Width of rotary keys beside latents; 0 over keys and values."""
+        return 0 if self.q_rope is None else self.q_rope.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Numbers of a head's result."""
+        return self.out.shape[2]
 
     @property
     def keys(self) -> tuple[torch.Tensor, ...]:
@@ -86,7 +104,12 @@ class Attention:
 
     def heads(self, rows: int) -> int:
         """Query heads of one tile: all that share a key head, or the most that fit and divide."""
-        return max(n for n in range(1, min(self.group, rows) + 1) if self.group % n == 0)
+        return heads_of_tile(self.group, rows)
+
+
+def heads_of_tile(group: int, rows: int) -> int:
+    """Query heads of one tile: all of a group, or the most that fit and divide it."""
+    return max(n for n in range(1, min(group, rows) + 1) if group % n == 0)
 
 
 def check(call: Attention) -> None:
@@ -95,19 +118,28 @@ def check(call: Attention) -> None:
     Raises: Unsupported if they cannot.
     """
     page, widths = call.page_size, (call.q.shape[2], call.v.shape[3])
+    widest = LATENT if call.rotary else WIDEST_HEAD
     if page < SMALLEST_PAGE or page & (page - 1):
         raise Unsupported(
             f"paged attention over pages of {page} tokens",
             advice=f"the page size is a power of two from {SMALLEST_PAGE}",
         )
-    if max(widths) > WIDEST_HEAD or any(w % 8 for w in widths):
+    if max(widths) > widest or any(w % 8 for w in widths):
         raise Unsupported(
             f"paged attention of heads of {widths[0]} and {widths[1]} numbers",
-            advice=f"both are multiples of 8 up to {WIDEST_HEAD}",
+            advice=f"both are multiples of 8 up to {widest}",
+        )
+    if call.rotary and (widths[0] < SMALLEST_LATENT or widths[0] & (widths[0] - 1)):
+        raise Unsupported(
+            f"attention over latents of {widths[0]} numbers",
+            advice=f"their width is a power of two from {SMALLEST_LATENT} to {LATENT}",
         )
     if call.scale < 0:
         raise Unsupported(f"paged attention with a scale of {call.scale}: it is not negative")
-    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("out", call.out)):
+    tensors = {"q": call.q, "k": call.k, "v": call.v, "out": call.out}
+    if call.q_rope is not None:
+        tensors["q_rope"] = call.q_rope
+    for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
             raise Unsupported(f"paged attention: rows of {name} have gaps", advice="copy it")
     for pages, scales in ((call.k, call.k_scales), (call.v, call.v_scales)):
@@ -118,6 +150,8 @@ def check(call: Attention) -> None:
 
 def prefill_tile(call: Attention) -> Tile:
     """The tile for many new tokens: what fits 99 KiB and spills nothing, on cards without wgmma."""
+    if call.rotary:
+        return LATENT_TILE
     if max(call.q.shape[2], call.v.shape[3]) > 128:
         return Tile(64, 32, 8, 2)
     return Tile(128, 64, 8, 3)
@@ -128,9 +162,18 @@ def prefill_tile(call: Attention) -> Tile:
 PAGED_TILE = Tile(64, 64, 4, 3)
 
 
+# Over latents a tile's sums alone are 512 wide: a program has a multiprocessor's registers.
+LATENT_TILE = Tile(32, 32, 8, 2, 1)
+# The same on cards with wgmma, whose products are 64 rows high.
+LATENT_WIDE = Tile(64, 64, 8, 2, 1)
+LATENT_WIDE_PREFILL = Tile(64, 32, 8, 3, 1)
+
+
 def split_tile(call: Attention) -> Tile:
     """The tile for few new tokens: as many rows as they make, 16 at least."""
     rows = split_rows(call.group, call.q.shape[0], call.lengths.shape[0])
+    if call.rotary:
+        return replace(LATENT_TILE, rows=min(rows, LATENT_TILE.rows))
     if max(call.q.shape[2], call.v.shape[3]) > 128:
         return Tile(rows, 32, 4, 2, PER_SM)
     return Tile(rows, 64, 4, 3, PER_SM)
@@ -153,9 +196,10 @@ def prefill(call: Attention, tile: Tile | None = None) -> list[Launch]:
     tile = tile or prefill_tile(call)
     groups = _groups(call, tile)
     arguments = {
-        "q": call.q, "k": call.keys, "v": call.values, "out": call.out, "starts": call.starts,
-        "lengths": call.lengths, "table": call.pages, "T": call.q.shape[0],
-        "B": call.lengths.shape[0], "groups": groups, "factor": _factor(call), **_strides(call),
+        "q": call.q, **_second(call), "k": call.keys, "v": call.values, "out": call.out,
+        "starts": call.starts, "lengths": call.lengths, "table": call.pages,
+        "T": call.q.shape[0], "B": call.lengths.shape[0], "groups": groups,
+        "factor": _factor(call), **_strides(call),
     }  # fmt: skip
     return [
         Launch(
@@ -190,7 +234,7 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
     tile = tile or split_tile(call)
     programs = programs or _programs(call, tile)
     constants, groups = _constants(call, tile), _groups(call, tile)
-    heads, tokens, width = call.q.shape[1], call.q.shape[0], call.v.shape[3]
+    heads, tokens, width = call.q.shape[1], call.q.shape[0], call.width
     pieces, stats = carve(call.workspace, split_pieces(programs, tile.rows, width), call.q.device)
     strides = _strides(call)
     shared = {
@@ -198,8 +242,8 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
         "lengths": call.lengths, "B": call.lengths.shape[0], "groups": groups,
     }  # fmt: skip
     arguments = {
-        **shared, "q": call.q, "k": call.keys, "v": call.values, "table": call.pages,
-        "factor": _factor(call), **strides,
+        **shared, "q": call.q, **_second(call), "k": call.keys, "v": call.values,
+        "table": call.pages, "factor": _factor(call), **strides,
     }  # fmt: skip
     joined = {
         **shared, "T": tokens, "H": heads, "programs": programs,
@@ -234,6 +278,17 @@ def of_call(call: TorchCall) -> Attention:
     )  # fmt: skip
 
 
+def of_latent_call(call: TorchCall) -> Attention:
+    """The op ``latent_attention`` as the executor calls it: one key head, its values the keys."""
+    q, q_rope, state, starts, lengths, pages = call.inputs
+    scales = state.get(scale_field(entries.LATENT))
+    return Attention(
+        q, state[entries.LATENT].unsqueeze(2), state[entries.ROTARY].unsqueeze(2), starts, lengths,
+        pages, call.outputs[0], call.attrs["scale"], workspace=call.workspace,
+        k_scales=None if scales is None else scales.unsqueeze(2), q_rope=q_rope,
+    )  # fmt: skip
+
+
 def _entries(pages: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     # Triton has no type for powers of two: it gets their bytes.
     return (pages,) if scales is None else (pages, scales.view(torch.uint8))
@@ -241,14 +296,22 @@ def _entries(pages: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Te
 
 def _constants(call: Attention, tile: Tile) -> dict[str, Any]:
     heads = call.heads(tile.rows)
-    d, e = call.q.shape[2], call.v.shape[3]
+    d, e = call.q.shape[2], call.width
     (d0, d1), (e0, e1) = _parts(d), _parts(e)
+    if call.rotary:
+        d1 = power_above(max(call.rotary, SMALLEST_LATENT))
     return {
         "GROUP": call.group, "HEADS": heads, "QUERIES": tile.rows // heads, "ROWS": tile.rows,
         "KEYS": tile.keys, "PAGE": call.page_size, "MANY": power_above(call.lengths.shape[0] + 1),
         "D": d, "D0": d0, "D1": d1, "E": e, "E0": e0, "E1": e1,
-        "WINDOW": call.window, "CAP": call.softcap,
+        "R": call.rotary, "WINDOW": call.window, "CAP": call.softcap,
     }  # fmt: skip
+
+
+def _second(call: Attention) -> dict[str, Any]:
+    """The rotary part of queries over latents; elsewhere nothing reads it."""
+    q = call.q if call.q_rope is None else call.q_rope
+    return {"q_rope": q, "rope_token": q.stride(0), "rope_head": q.stride(1)}
 
 
 def _strides(call: Attention) -> dict[str, int]:
@@ -282,7 +345,7 @@ def _programs(call: Attention, tile: Tile) -> int:
     longest = call.pages.shape[1] * call.page_size
     most = tile.per_sm * sms_of(call.q.device)
     if call.workspace is not None:
-        each = scratch_bytes(split_pieces(1, tile.rows, call.v.shape[3]))
+        each = scratch_bytes(split_pieces(1, tile.rows, call.width))
         most = min(most, call.workspace.numel() // each)
     blocks = _tiles(call, tile) * _groups(call, tile) * -(-longest // tile.keys)
     return max(min(blocks, most), 1)
@@ -294,8 +357,8 @@ def _matrix(call: Attention) -> str:
 
 def _parts(width: int) -> tuple[int, int]:
     """A width as one or two powers of two that cover it, the first the largest within it."""
-    first = max(1 << (width.bit_length() - 1), 16)
-    return first, power_above(max(width - first, 16)) if width > first else 0
+    first = max(1 << (width.bit_length() - 1), SMALLEST_LATENT)
+    return first, power_above(max(width - first, SMALLEST_LATENT)) if width > first else 0
 
 
 def power_above(number: int) -> int:

@@ -4,6 +4,7 @@ from metainfer.backends.kernel import Registry
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.triton.records_attention import register_attention
 from metainfer.backends.triton.records_experts import register_experts
+from metainfer.backends.triton.records_latent import register_latent_attention
 from metainfer.backends.triton.records_linear import register_linear
 from metainfer.backends.triton.records_pointwise import register_pointwise
 
@@ -13,4 +14,5 @@ def register(kernels: Registry, layouts: LayoutRegistry) -> None:
     register_pointwise(kernels)
     register_linear(kernels, layouts)
     register_attention(kernels, layouts)
+    register_latent_attention(kernels, layouts)
     register_experts(kernels, layouts)

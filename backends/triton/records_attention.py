@@ -115,7 +115,7 @@ def _kernel(
         launches=launches,
         error=BF16_STEP,
         effort=effort,
-        fits=_once_paged(fits(launches_of, {}, layouts)),
+        fits=once_paged(fits(launches_of, {}, layouts)),
         binder=TritonBinder(launches_of),
     )
 
@@ -166,7 +166,7 @@ def attr_not_negative(name: str) -> Constraint:
     return Constraint(f"{name} >= 0", check)
 
 
-def _once_paged(constraint: Constraint) -> Constraint:
+def once_paged(constraint: Constraint) -> Constraint:
     """Ask only when the page size is known: the code depends on it."""
 
     def check(query: Query) -> str | None:

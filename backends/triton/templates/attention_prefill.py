@@ -7,7 +7,7 @@ from metainfer.backends.triton.templates import early
 from metainfer.backends.triton.templates.attention_tile import (
     attend_span,
     find_tile,
-    load_rows,
+    load_queries,
     of_head,
     store_rows,
 )
@@ -18,21 +18,22 @@ LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def attention_prefill(
-    q, k, v, out, starts, lengths, table,
+    q, q_rope, k, v, out, starts, lengths, table,
     T, B, groups, factor,
-    q_token, q_head, k_page, k_key, k_head,
+    q_token, q_head, rope_token, rope_head, k_page, k_key, k_head,
     v_page, v_key, v_head, out_token, out_head, table_row,
     GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, R: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile: QUERIES tokens times HEADS query heads that share a key head.
 
     Late tiles, which see the most keys, come first, so that short ones fill the end.
-    Shapes: q [T, H, D], k and v [pages, PAGE, G, D or E], out [T, H, E], table [B, pages].
+    Shapes: q [T, H, D], k and v [pages, PAGE, G, D or E], out [T, H, E], table [B, pages]; over
+    latents q_rope [T, H, R], k and v [pages, PAGE, 1, D or R].
     """
     early.wait(EARLY)
     program = tl.program_id(0)
@@ -45,10 +46,9 @@ def attention_prefill(
     token = first + row // HEADS
     head = group * HEADS + row % HEADS
     valid = (row < QUERIES * HEADS) & (token < end)
-    q0 = load_rows(q, token, head, valid, q_token, q_head, 0, D0, D)
-    q1 = q0
-    if D1 > 0:
-        q1 = load_rows(q, token, head, valid, q_token, q_head, D0, D1, D)
+    q0, q1 = load_queries(
+        q, q_rope, token, head, valid, q_token, q_head, rope_token, rope_head, D, D0, D1, R
+    )  # fmt: skip
     own = tl.minimum(sequence, B - 1)
     shift = tl.load(lengths + own) - end  # from token to position
     # Rows past the last sequence see nothing and become zeros.
@@ -74,17 +74,17 @@ def attention_prefill(
         acc0, acc1, top, total = attend_span(
             q0, q1, acc0, acc1, top, total, position, table, k, v,
             low, tl.minimum(inner, stop), stop, factor, k_page, k_key, v_page, v_key,
-            D, D0, D1, E, E0, E1, PAGE, KEYS, WINDOW, CAP, True,
+            D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True,
         )  # fmt: skip
     acc0, acc1, top, total = attend_span(
         q0, q1, acc0, acc1, top, total, position, table, k, v,
         inner, full, stop, factor, k_page, k_key, v_page, v_key,
-        D, D0, D1, E, E0, E1, PAGE, KEYS, WINDOW, CAP, False,
+        D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, False,
     )  # fmt: skip
     acc0, acc1, top, total = attend_span(
         q0, q1, acc0, acc1, top, total, position, table, k, v,
         tl.maximum(inner, full), stop, stop, factor, k_page, k_key, v_page, v_key,
-        D, D0, D1, E, E0, E1, PAGE, KEYS, WINDOW, CAP, True,
+        D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True,
     )  # fmt: skip
     share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out, acc0 * share, token, head, valid, out_token, out_head, 0, E0, E)

@@ -14,7 +14,7 @@ from metainfer.backends.triton.templates import early
 from metainfer.backends.triton.templates.attention_tile import (
     attend_span,
     find_tile,
-    load_rows,
+    load_queries,
     of_head,
     store_rows,
 )
@@ -48,20 +48,21 @@ def unit_ends(
 
 @triton.jit
 def attention_split(
-    q, k, v, out, pieces, stats,
+    q, q_rope, k, v, out, pieces, stats,
     starts, lengths, table, B, groups, factor,
-    q_token, q_head, k_page, k_key, k_head,
+    q_token, q_head, rope_token, rope_head, k_page, k_key, k_head,
     v_page, v_key, v_head, out_token, out_head, table_row,
     GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, R: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program's part of the work.
 
-    Shapes: q [T, H, D], k and v [pages, PAGE, G, D or E], out [T, H, E], table [B, pages],
+    Shapes: q [T, H, D], k and v [pages, PAGE, G, D or E], out [T, H, E], table [B, pages] (over
+    latents q_rope [T, H, R], k and v [pages, PAGE, 1, D or R]),
     pieces [2 * programs, ROWS, E], stats [2 * programs, 2, ROWS] (top and total).
     """
     early.wait(EARLY)
@@ -88,10 +89,9 @@ def attention_split(
         token = first + row // HEADS
         head = group * HEADS + row % HEADS
         valid = (row < QUERIES * HEADS) & (token < end)
-        q0 = load_rows(q, token, head, valid, q_token, q_head, 0, D0, D)
-        q1 = q0
-        if D1 > 0:
-            q1 = load_rows(q, token, head, valid, q_token, q_head, D0, D1, D)
+        q0, q1 = load_queries(
+            q, q_rope, token, head, valid, q_token, q_head, rope_token, rope_head, D, D0, D1, R
+        )  # fmt: skip
         top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc0 = tl.zeros([ROWS, E0], tl.float32)
@@ -105,7 +105,7 @@ def attention_split(
             of_head(k, key_head, k_head, D), of_head(v, key_head, v_head, E),
             (low + block) * KEYS, tl.minimum((low + block + count) * KEYS, length), length, factor,
             k_page, k_key, v_page, v_key,
-            D, D0, D1, E, E0, E1, PAGE, KEYS, WINDOW, CAP, True,
+            D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True,
         )  # fmt: skip
         if count == blocks:
             share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -9,6 +9,9 @@ Head widths that are no power of two are cut in two: 96 is read as 64 and 32 (``
 
 Keys and values are tuples of pointers: numbers, or fp8 codes and the exponents of their scales, one
 for each token and head (`ir.entries`). Codes times powers of two are exact in 16 bits.
+
+Latents (R > 0) are keys and values at once: ``k`` holds them, D wide, ``v`` the rotary keys, R
+wide, and a block of latents that was read for the scores is multiplied by the weights, too.
 """
 
 import triton
@@ -49,6 +52,21 @@ def load_rows(
     column = FROM + tl.arange(0, SIZE)
     at = base + token.to(tl.int64)[:, None] * stride_token + head[:, None] * stride_head
     return tl.load(at + column[None, :], mask=valid[:, None] & (column[None, :] < WIDTH), other=0.0)
+
+
+@triton.jit
+def load_queries(
+    q, q_rope, token, head, valid, q_token, q_head, rope_token, rope_head,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """A tile's query rows in two parts, the second one that of the rotary keys beside latents."""
+    q0 = load_rows(q, token, head, valid, q_token, q_head, 0, D0, D)
+    q1 = q0
+    if R > 0:
+        q1 = load_rows(q_rope, token, head, valid, rope_token, rope_head, 0, D1, R)
+    elif D1 > 0:
+        q1 = load_rows(q, token, head, valid, q_token, q_head, D0, D1, D)
+    return q0, q1
 
 
 @triton.jit
@@ -161,7 +179,7 @@ def attend(
     k, v, key, stop, factor,
     k_page, k_key, v_page, v_key,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, R: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +190,11 @@ def attend(
     """
     k0 = load_entries(k, pages, key, stop, k_page, k_key, 0, D0, D, PAGE, KEYS, MASKED, q0.dtype)
     k1 = k0
-    if D1 > 0:
+    if R > 0:
+        k1 = load_entries(
+            v, pages, key, stop, v_page, v_key, 0, D1, R, PAGE, KEYS, MASKED, q0.dtype
+        )  # fmt: skip
+    elif D1 > 0:
         k1 = load_entries(
             k, pages, key, stop, k_page, k_key, D0, D1, D, PAGE, KEYS, MASKED, q0.dtype
         )  # fmt: skip
@@ -190,7 +212,12 @@ def attend(
     p = tl.exp2(s * unit - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, axis=1)
-    v0 = load_entries(v, pages, key, stop, v_page, v_key, 0, E0, E, PAGE, KEYS, MASKED, q0.dtype)
+    if R > 0:
+        v0 = k0
+    else:
+        v0 = load_entries(
+            v, pages, key, stop, v_page, v_key, 0, E0, E, PAGE, KEYS, MASKED, q0.dtype
+        )  # fmt: skip
     weights = p.to(v0.dtype)
     acc0 = tl.dot(weights, v0, acc0 * shrink[:, None])
     if E1 > 0:
@@ -207,7 +234,7 @@ def attend_span(
     k, v, low, high, stop, factor,
     k_page, k_key, v_page, v_key,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, R: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -221,7 +248,7 @@ def attend_span(
         acc0, acc1, top, total = attend(
             q0, q1, acc0, acc1, top, total, position, pages, k, v, key, stop, factor,
             k_page, k_key, v_page, v_key,
-            D, D0, D1, E, E0, E1, PAGE, KEYS, WINDOW, CAP, MASKED,
+            D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, MASKED,
         )  # fmt: skip
         pages = ahead
     return acc0, acc1, top, total

@@ -1,0 +1,145 @@
+"""Records of attention over latents: the forms of paged attention, by tiles of their own."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from metainfer.backends.kernel import (
+    Constraint,
+    Efficiency,
+    Kernel,
+    Query,
+    Registry,
+    device_kind,
+    dtype,
+    feature,
+)
+from metainfer.backends.layout import LayoutRegistry
+from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.constraints import state_like
+from metainfer.backends.triton.attention import (
+    LATENT,
+    LATENT_TILE,
+    LATENT_WIDE,
+    LATENT_WIDE_PREFILL,
+    SMALLEST_LATENT,
+    Tile,
+    heads_of_tile,
+    of_latent_call,
+    prefill,
+    split,
+    split_pieces,
+)
+from metainfer.backends.triton.fits import fits
+from metainfer.backends.triton.launch import Launch, TritonBinder
+from metainfer.backends.triton.records_attention import (
+    BF16_STEP,
+    attr_not_negative,
+    once_paged,
+    page_is_power,
+)
+from metainfer.backends.triton.scratch import scratch_bytes
+from metainfer.hardware.device import Device
+from metainfer.ir.entries import LATENT as FIELD
+from metainfer.ir.entries import ROTARY
+from metainfer.ir.graph import Op
+
+_STATE = 2  # operand
+PREFILL = Efficiency(0.5, 0.25, source="assumed: half of what attention by heads of 128 reaches")
+SPLIT = Efficiency(0.6, 0.25, source="assumed: half of what attention by heads of 128 reaches")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """One way to launch it.
+
+    Attributes:
+        name: of the kernel, behind "triton.latent_attention_".
+        tile: rows at most, keys and warps.
+        is_split: whether keys are shared out over programs, for few new tokens.
+        needs: features of the device.
+    """
+
+    name: str
+    tile: Tile
+    is_split: bool
+    needs: tuple[str, ...] = ()
+
+    def launches(self, call: TorchCall) -> list[Launch]:
+        """What one call launches."""
+        made = of_latent_call(call)
+        return split(made, self.tile) if self.is_split else prefill(made, self.tile)
+
+
+def register_latent_attention(kernels: Registry, layouts: LayoutRegistry) -> None:
+    """Add the forms: for many new tokens and for few, each by small tiles and by those of wgmma."""
+    for form in (
+        _Form("prefill", LATENT_TILE, False),
+        _Form("prefill_wide", LATENT_WIDE_PREFILL, False, ("wgmma",)),
+        _Form("split16", replace(LATENT_TILE, rows=16, per_sm=2), True),
+        _Form("split32", LATENT_TILE, True),
+        _Form("split_wide", LATENT_WIDE, True, ("wgmma",)),
+    ):
+        kernels.add(_kernel(form, layouts))
+
+
+def _kernel(form: _Form, layouts: LayoutRegistry) -> Kernel:
+    made = Kernel(
+        f"triton.latent_attention_{form.name}",
+        "latent_attention",
+        "triton",
+        requires=(
+            device_kind("gpu"),
+            feature("triton"),
+            *(feature(f) for f in form.needs),
+            dtype(0, "bf16", "f16"),
+            state_like(_STATE, 0),
+            latent_widths(),
+            page_is_power(_STATE),
+            attr_not_negative("scale"),
+        ),
+        efficiency=SPLIT if form.is_split else PREFILL,
+        launches=2 if form.is_split else 1,
+        error=BF16_STEP,
+        effort=_effort_of(form),
+        fits=once_paged(fits(form.launches, {}, layouts)),
+        binder=TritonBinder(form.launches),
+    )
+    return replace(made, workspace=_workspace_of(form.tile)) if form.is_split else made
+
+
+def latent_widths() -> Constraint:
+    """Latents are a power of two wide, rotary keys a multiple of 8."""
+
+    def check(query: Query) -> str | None:
+        state = query.op.operands[_STATE].state
+        rank, rope = (state.field_type(name).shape[-1].static for name in (FIELD, ROTARY))
+        fine = SMALLEST_LATENT <= rank <= LATENT and rank & (rank - 1) == 0 and rope % 8 == 0
+        return None if fine and rope <= LATENT else f"{rank} and {rope}"
+
+    text = f"latents of a power of two from {SMALLEST_LATENT} to {LATENT}, rotary keys % 8 == 0"
+    return Constraint(text, check)
+
+
+def _effort_of(form: _Form) -> Callable[[Op, Device, Mapping[str, int]], float]:
+    def effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
+        """Rows of tiles over real rows, and idle multiprocessors where tiles are few."""
+        heads = op.operands[0].tensor.shape[1].static
+        tokens, sequences = op.operands[0].tensor.shape[0].evaluate(env), env.get("B", 1)
+        held = heads_of_tile(heads, form.tile.rows)
+        new = -(-tokens // max(sequences, 1))
+        tiles = sequences * -(-new // (form.tile.rows // held)) * (heads // held)
+        padded = max(tiles * form.tile.rows / (tokens * heads), 1.0)
+        if form.is_split:
+            return padded
+        return padded * max(1.0, form.tile.per_sm * device.num_sms / tiles)
+
+    return effort
+
+
+def _workspace_of(tile: Tile) -> Callable[[Query], int]:
+    def workspace(query: Query) -> int:
+        width = query.op.operands[0].tensor.shape[-1].static
+        programs = tile.per_sm * query.device.num_sms
+        return scratch_bytes(split_pieces(programs, tile.rows, width))
+
+    return workspace
