@@ -170,7 +170,7 @@ def _row_limit(graph: Graph, value: Value, env: Mapping[str, int]) -> int:
             limit = min(limit, op.operands[3].tensor.shape[0].evaluate(env))
         if op.name == "route" and names[2] == value.name:
             limit = 0  # each expert has one replica at least
-        if op.name == "kv_write" and names[3] == value.name:
+        if op.name in ("kv_write", "latent_write") and names[3] == value.name:
             limit = -PAGE_SIZE  # each slot once
     return limit
 

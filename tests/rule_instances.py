@@ -249,10 +249,11 @@ def _fits(state: _State, pattern: TypePattern, type_: Type) -> bool:
 
 
 def _paged(state: _State, op: PatternOp) -> StateType:
-    """The state that a write of these keys and values fits."""
-    k, v = (state.values[name].tensor for name in op.operands[1:3])
-    entries = tuple((n, TensorType(t.shape[1:], t.dtype)) for n, t in (("k", k), ("v", v)))
-    return StateType("pages", entries)
+    """The state that a write of these keys and values, or latents, fits."""
+    made = (state.values[name].tensor for name in op.operands[1:3])
+    fields = ("c", "r") if op.name == "latent_write" else ("k", "v")
+    entries = (TensorType(t.shape[1:], t.dtype) for t in made)
+    return StateType("pages", tuple(zip(fields, entries, strict=True)))
 
 
 def _finished(state: _State) -> Graph:

@@ -192,13 +192,48 @@ def writing_group(
       return %8 states %10
     }}""")
     op = as_op(graph, kind)
-    # Rules pass the state before the slots.
-    order = [i for i in range(len(op.operands)) if i != len(op.operands) - 2]
-    order.insert(len(order), len(op.operands) - 2)
-    inputs = [op.operands[i] for i in order]
+    op = as_rules_pass_it(op)
+    return op, writing_data(op, tokens)
+
+
+def latent_group(
+    tokens: int,
+    *,
+    interleaved: bool = True,
+    is_rounded: bool = False,
+    widths: tuple[int, int] = (32, 6),
+) -> tuple[Op, list[Any]]:
+    """A group that norms latents, turns keys and queries, and writes latents and keys; H = 3."""
+    c, r = widths
+    held = KV_FP8 if is_rounded else parse_dtype("bf16")
+    fields = (*entry_fields("c", tensor(BF16, c), held), ("r", tensor(BF16, r)))
+    state = str(StateType("pages", fields, page_size=16))
+    turned = f"{{theta = 500.0, interleaved = {str(interleaved).lower()}}}"
+    graph = parse_graph(f"""graph g(%c: bf16[T,{c}], %n: bf16[{c}], %r: bf16[T,1,{r}],
+        %q: bf16[T,3,{r}], %p: i32[T], %slots: i32[T]) {{
+      states {{ $kv: {state} }}
+      %0 = rms_norm(%c, %n) {{eps = 1e-5}} : bf16[T,{c}]
+      %1 = rope(%q, %p) {turned} : bf16[T,3,{r}]
+      %2 = rope(%r, %p) {turned} : bf16[T,1,{r}]
+      %3 = reshape(%2) {{shape = (dim(T), {r})}} : bf16[T,{r}]
+      %4 = latent_write($kv, %0, %3, %slots) : {state}
+      return %1 states %4
+    }}""")
+    op = as_rules_pass_it(as_op(graph, "norm_rope_latent_write"))
+    return op, writing_data(op, tokens)
+
+
+def as_rules_pass_it(op: Op) -> Op:
+    """A group whose state comes before the slots."""
+    last = len(op.operands) - 1
+    order = [*range(last - 1), last, last - 1]
+    inputs = tuple(op.operands[i] for i in order)
     assert op.body is not None
-    body = replace(op.body, inputs=tuple(inputs))
-    op = replace(op, operands=tuple(inputs), body=body)
-    data = [random(v.type, {"T": tokens}, 300) for v in inputs]
+    return replace(op, operands=inputs, body=replace(op.body, inputs=inputs))
+
+
+def writing_data(op: Op, tokens: int) -> list[Any]:
+    """Random operands of a group whose last one holds slots, each once."""
+    data = [random(v.type, {"T": tokens}, 300) for v in op.operands]
     data[-1] = RNG.permutation(96)[:tokens].astype(np.int32)
-    return op, data
+    return data

@@ -11,6 +11,7 @@ from metainfer.backends.kernel import (
 from metainfer.backends.triton import pointwise
 from metainfer.backends.triton.emit.formulas import ELEMENTWISE
 from metainfer.backends.triton.emit.rows import HANDLERS
+from metainfer.backends.triton.emit.tiles import WRITES
 from metainfer.backends.triton.launch import TritonBinder
 
 HERE: tuple[Constraint, ...] = (device_kind("gpu"), feature("triton"))
@@ -18,7 +19,7 @@ HERE: tuple[Constraint, ...] = (device_kind("gpu"), feature("triton"))
 # Groups that rules make and that the emitter takes whole.
 GROUPS = (
     "add_rms_norm", "add_layer_norm", "gather_rms_norm", "gelu_mul_halves", "rope_kv_write",
-    "qk_norm_rope_kv_write", "route_experts", "pointwise",
+    "qk_norm_rope_kv_write", "norm_rope_latent_write", "route_experts", "pointwise",
 )  # fmt: skip
 # The same, and the op: they round to fp8 codes, which cards convert to that multiply them.
 ROUNDING = (
@@ -36,7 +37,7 @@ def register_pointwise(kernels: Registry) -> None:
     They are not asked to fit a card before they are chosen: sums over rows take some hundred bytes
     of shared memory, whatever the group. `make kernels-check` compiles those of whole plans.
     """
-    for op in (*sorted({*ELEMENTWISE, *HANDLERS} - {*_NOT_ALONE}), "kv_write", *GROUPS, *ROUNDING):
+    for op in (*sorted({*ELEMENTWISE, *HANDLERS} - {*_NOT_ALONE}), *WRITES, *GROUPS, *ROUNDING):
         units = (feature("fp8_mma"),) if op in ROUNDING else ()
         kernels.add(
             Kernel(

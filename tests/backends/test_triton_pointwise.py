@@ -17,6 +17,7 @@ from triton_groups import (
     check_group,
     group,
     group_data,
+    latent_group,
     random,
     writing_group,
 )
@@ -94,6 +95,15 @@ def test_kv_write_alone(is_rounded: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_latents_are_written(is_rounded: bool) -> None:
+    for tokens, widths in ((5, (32, 6)), (1, (24, 8))):
+        op, data = latent_group(
+            tokens, interleaved=tokens > 1, is_rounded=is_rounded, widths=widths
+        )
+        check_group(op, data, {"T": tokens})
+
+
 TABLES = ("bf16", "f32", "i8/32:f16", "i8/row:f32", "f8e4m3/16x16:f32", "f8e4m3/32:f8e8m0",
           "u8/32:f32+f32")  # fmt: skip
 
@@ -131,6 +141,8 @@ def test_groups_compile_for_cards_that_are_not_here(kind: str) -> None:
 def test_wide_rows_and_writes_compile() -> None:
     op, _ = writing_group("qk_norm_rope_kv_write", 4, 128, False, is_rounded=True)
     check_compiles("triton.qk_norm_rope_kv_write", op, {"T": 4})
+    op, _ = latent_group(4, is_rounded=True, widths=(512, 64))
+    check_compiles("triton.norm_rope_latent_write", op, {"T": 4})
     wide = make_op("rms_norm", [tensor(BF16, "T", 16384), tensor(BF16, 16384)], {"eps": 1e-5})
     check_compiles("triton.rms_norm", wide, {"T": 4})
 

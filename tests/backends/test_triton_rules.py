@@ -10,6 +10,7 @@ from rule_instances import instances
 from triton_groups import as_op, check_group, group_data
 from triton_worker import CARDS, check_compiles
 
+from metainfer.backends.triton.emit.tiles import WRITES
 from metainfer.backends.triton.records_pointwise import GROUPS
 from metainfer.ir.errors import MetainferError
 from metainfer.ir.graph import Graph, Op
@@ -20,7 +21,7 @@ from metainfer.passes.rewrite import apply_rules, load_rules
 RULES = [
     r for r in load_rules()
     if r.fused is not None and dict(r.fused.attrs)["kind"] in GROUPS
-    and not any(op.name == "kv_write" for op in r.before.ops)
+    and not any(op.name in WRITES for op in r.before.ops)
 ]  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from metainfer.backends.triton.cross import cache_folder
 from metainfer.backends.triton.emit.body import Body
 from metainfer.backends.triton.emit.formulas import scalar
 from metainfer.backends.triton.emit.rows import HANDLERS
-from metainfer.backends.triton.emit.tiles import Space, Store
+from metainfer.backends.triton.emit.tiles import WRITES, Space, Store
 from metainfer.ir.dtypes import F8E4M3, Block
-from metainfer.ir.entries import ENTRIES, is_rounded, scale_field
+from metainfer.ir.entries import scale_field
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op, Value
 from metainfer.ir.printer import print_type
@@ -154,9 +154,10 @@ def _rounding_store(value: Value, producers: dict[str, Op], number: int) -> Stor
 def _state_stores(graph: Graph, value: Value, producers: dict[str, Op]) -> list[Store]:
     op = producers.get(value.name)
     inputs = {v.name: i for i, v in enumerate(graph.inputs)}
-    if op is None or op.name != "kv_write" or op.operands[0].name not in inputs:
+    if op is None or op.name not in WRITES or op.operands[0].name not in inputs:
         raise Unsupported(
-            f"the emitter writes states by one kv_write, {value.name} is made otherwise",
+            f"the emitter writes states by one of {', '.join(WRITES)}, {value.name} is made "
+            "otherwise",
             advice="the group is split, or another kernel takes it",
         )
     number = inputs[op.operands[0].name]
@@ -164,10 +165,12 @@ def _state_stores(graph: Graph, value: Value, producers: dict[str, Op]) -> list[
 
     def stored(field: str, entry: Value) -> Store:
         target = f"x{number}_{field}"
-        scales = f"x{number}_{scale_field(field)}" if is_rounded(state) else ""
+        held = {name for name, _ in state.fields}
+        scales = f"x{number}_{scale_field(field)}" if scale_field(field) in held else ""
         return Store(entry, target, scalar(state.field_type(field).dtype), slots, scales=scales)
 
-    return [stored(field, entry) for field, entry in zip(ENTRIES, op.operands[1:3], strict=True)]
+    fields = WRITES[op.name]
+    return [stored(field, entry) for field, entry in zip(fields, op.operands[1:3], strict=True)]
 
 
 def parameters_of(graph: Graph, body: Body) -> list[Parameter]:

@@ -65,7 +65,7 @@ def store_entries(
 ) -> None:
     """Store entries of a paged state at their slots, rounded by rows where they have scales."""
     slot = body.value(slots, index[:1])
-    body.emit(f"# kv_write to {store.target}")
+    body.emit(f"# entries to {store.target}")
     shape, column, dtype = store.value.tensor.shape, index[-1], store.dtype.name
     text = made.text if dtype in ("f32", "bool") else f"{made.text}.to({TYPES[dtype]})"
     if store.scales:

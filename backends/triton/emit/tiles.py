@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 from metainfer.backends.triton.emit.index import ROW
 from metainfer.ir.dims import Dim
 from metainfer.ir.dtypes import F8E4M3, F32, Block, Scalar
+from metainfer.ir.entries import ENTRIES, LATENT, ROTARY
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Attr, Op, Value
 from metainfer.ir.ops.record import REDUCTION, op_def
 from metainfer.ir.views import VIEW_OPS
 
 LARGEST_GROUP = 1024  # numbers of a row that share a scale
+# Ops that write entries of a paged state: the fields of their operands.
+WRITES: dict[str, tuple[str, ...]] = {"kv_write": ENTRIES, "latent_write": (LATENT, ROTARY)}
 _WHOLE_ROWS = ("rms_norm", "layer_norm", "softmax", "argmax", "topk")
 
 
@@ -139,7 +142,7 @@ def needs_rows(op: Op) -> bool:
     """Whether an op reads its row as a whole."""
     if op.name in _WHOLE_ROWS:
         return True
-    if op.name not in VIEW_OPS and op.name != "kv_write" and op_def(op.name).has(REDUCTION):
+    if op.name not in VIEW_OPS and op.name not in WRITES and op_def(op.name).has(REDUCTION):
         dims, rank = op.attr["dims"], op.operands[0].tensor.rank
         assert isinstance(dims, tuple)
         return any(int(d) % rank == rank - 1 for d in dims if isinstance(d, int))

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 MACHINES = ("1xh200", "8xpcie", "8xpro6000", "8xl20")
 _FP8, _PLAIN = Options(weights="fp8", activations="fp8"), Options()
 # What is checked without arguments: a dense and a sparse model on every card, codes by codes on one
-# of each kind, and the sparse ones of other shapes. Model, machine, options.
+# of each kind, the sparse ones of other shapes, and one of latents. Model, machine, options.
 PLANS = (
     *(("smollm2", machine, _PLAIN) for machine in MACHINES),
     *(("smollm2", machine, _FP8) for machine in ("1xh200", "8xpro6000")),
     *(("qwen3_moe", machine, _PLAIN) for machine in ("1xh200", "8xpro6000", "8xl20")),
     ("qwen3_moe:235b", "8xpcie", _PLAIN),
     ("qwen2_moe", "8xpcie", _PLAIN),
+    ("deepseek", "8xpcie", _PLAIN),
 )
 _KERNEL_WIDTH = 44
 
