@@ -15,6 +15,7 @@ from torch_samples import (
     floats,
     fused,
     ints,
+    latent_case,
     weight,
 )
 
@@ -61,9 +62,12 @@ def test_every_single_call_was_tried() -> None:
         tried |= {k.name for k in KERNELS.candidates(op.name) if not k.refusals(query(op))}
     own = {
         name for name in SINGLE
-        if name.startswith(("torch.linear_", "torch.experts_", "torch.sdpa", "torch.attention_"))
+        if name.startswith(("torch.linear_", "torch.experts_", "torch.sdpa", "torch.attention_",
+                            "torch.latent_attention_"))
     }  # fmt: skip
-    assert set(SINGLE) - own - tried == {"torch.embedding", "torch.kv_write"}
+    assert set(SINGLE) - own - tried == {
+        "torch.embedding", "torch.kv_write", "torch.latent_write",
+    }  # fmt: skip
 
 
 DENSE: list[tuple[str, Case, str]] = [
@@ -142,6 +146,12 @@ def test_paged_attention(
 ) -> None:
     name = "torch.attention_sdpa" + ("" if dtype == "f32" else "_bf16")
     run(KERNELS.get(name), *attention_case(dtype, batch, attrs))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_latent_attention(batch: tuple[list[int], list[int]], dtype: str) -> None:
+    run(KERNELS.get("torch.latent_attention_rows"), *latent_case(dtype, batch))
 
 
 def test_paged_attention_without_padding() -> None:
