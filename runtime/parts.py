@@ -10,6 +10,7 @@ from typing import cast
 from metainfer.ir.dtypes import Block, BlockArray
 from metainfer.ir.graph import Op
 from metainfer.ir.ops.collective import block_extent, rows_of
+from metainfer.ir.ops.infer import axis_of, size_of
 from metainfer.ir.ops.record import Array
 
 # (start, stop) by dim; dims that are not named are whole.
@@ -43,6 +44,21 @@ def needed_region(op: Op, region: Region) -> Region | None:
     if op.name not in _ELEMENTWISE:
         return None
     return {dim: _whole_blocks(op, dim, bounds) for dim, bounds in region.items()}
+
+
+def sliced_region(op: Op, region: Region) -> Region:
+    """The region of a `slice`'s operand that is a region of its result."""
+    dim = axis_of(op.attr["dim"], op.operands[0].tensor.rank)
+    first, last = (size_of(op.attr[name]).static for name in ("start", "stop"))
+    start, stop = region.get(dim, (0, last - first))
+    return {**region, dim: (first + start, first + stop)}
+
+
+def split_rows(op: Op) -> int:
+    """How many rows of a `reshape`'s operand are one of its result; 0 if it does otherwise."""
+    before, after = (v.tensor.concrete({}) for v in (op.operands[0], op.result))
+    splits = len(after) == len(before) + 1 and after[2:] == before[1:]
+    return after[1] if splits and after[0] * after[1] == before[0] else 0
 
 
 def _whole_blocks(op: Op, dim: int, bounds: tuple[int, int]) -> tuple[int, int]:

@@ -17,11 +17,19 @@ from metainfer.ir.errors import CheckpointError, PlanError
 from metainfer.ir.flatten import FlatWeight, Recipe, recipe_of
 from metainfer.ir.graph import Module, Op, Value
 from metainfer.ir.interpret import as_reference_input, round_to
-from metainfer.ir.ops.record import RAW, op_def
+from metainfer.ir.ops.record import RAW, attr_value, op_def
 from metainfer.ir.types import TensorType
 from metainfer.runtime.checkpoint import TensorSource
 from metainfer.runtime.checkpoint.stacked import is_stacked, member, stack
-from metainfer.runtime.parts import Region, cut, needed_region, region_shape, shard_region
+from metainfer.runtime.parts import (
+    Region,
+    cut,
+    needed_region,
+    region_shape,
+    shard_region,
+    sliced_region,
+    split_rows,
+)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Provider = Callable[[str], Array | BlockArray]
@@ -75,6 +83,10 @@ class WeightStore:
             return self._make(op.operands[0], producers, weight, inner)
         if op.name == "take_rows" and 0 in region:
             return self._rows(op, producers, weight, region)
+        if op.name == "slice" and region and attr_value(op, "step") == 1:
+            return self._make(op.operands[0], producers, weight, sliced_region(op, region))
+        if op.name == "reshape" and 0 in region and split_rows(op):
+            return self._split(op, producers, weight, region)
         needed = needed_region(op, region) if region else {}
         made = self._apply(
             op, [self._make(v, producers, weight, needed or {}) for v in op.operands]
@@ -93,6 +105,16 @@ class WeightStore:
         }
         join = op_def("concat_rows").reference
         return cast(Array | BlockArray, join(*(made[row] for row in index)))
+
+    def _split(
+        self, op: Op, producers: Mapping[str, Op], weight: FlatWeight, region: Region
+    ) -> Array | BlockArray:
+        """Some of the rows that a `reshape` splits: no others are read."""
+        (start, stop), each = region[0], split_rows(op)
+        held = {0: (start * each, stop * each)}
+        made = self._make(op.operands[0], producers, weight, held)
+        shape = (stop - start, *op.result.tensor.concrete({})[1:])
+        return cut(made.reshape(shape), {d: b for d, b in region.items() if d})
 
     def _apply(self, op: Op, operands: Sequence[Any]) -> Any:
         if op.name == "pack":

@@ -114,6 +114,14 @@ CASES: dict[str, tuple[str, list[tuple[str, str]], dict[int, tuple[int, int]]]] 
     "both axes, one dim": (
         "f32[8,8]", [shard("tp", 0, "f32[4,8]"), shard("dp", 0, "f32[2,8]")], {0: (6, 8)},
     ),
+    "heads of rows, and a part of each": (
+        "f32[8,6]",
+        [
+            ("reshape shape = (4, 2, 6)", "f32[4,2,6]"),
+            ("slice dim = 1, start = 1, stop = 2", "f32[4,1,6]"), shard("tp", 0, "f32[2,1,6]"),
+        ],
+        {0: (4, 8)},
+    ),
     "both axes, two dims": (
         "f32[4,8,8]", [shard("tp", 1, "f32[4,4,8]"), shard("dp", 0, "f32[2,4,8]")],
         {1: (4, 8), 0: (2, 4)},
