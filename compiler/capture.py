@@ -413,17 +413,18 @@ def _structured(kv_dtype: str) -> dict[str, Any]:
     """Lowerings of `models.functional`; without ``kv_dtype`` attention stays dense."""
     table: dict[str, Any] = {
         f"metainfer.{name}": _same_name(name)
-        for name in ("rms_norm", "rope", "silu_mul", "gelu_mul", "experts")
+        for name in ("rms_norm", "rope", "silu_mul", "gelu_mul", "experts", "choose_experts")
     }
     table["metainfer.sample_rows"] = _sample_rows if kv_dtype else _whole_rows
     table["metainfer.attention"] = _paged(kv_dtype) if kv_dtype else _dense_attention
     return table
 
 
-def _same_name(name: str) -> Callable[[Lowering, fx.Node], Value]:
-    def lower(s: Lowering, n: fx.Node) -> Value:
+def _same_name(name: str) -> Callable[[Lowering, fx.Node], Value | tuple[Value, ...]]:
+    def lower(s: Lowering, n: fx.Node) -> Value | tuple[Value, ...]:
         operands, attrs = _split_arguments(s, n)
-        return s.emit(name, *operands, **attrs)
+        made = s.emit_many(name, *operands, **attrs)
+        return made if len(made) > 1 else made[0]
 
     return lower
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metainfer.ir.ops.moe import BEST_OF_GROUP, NO_SHARE
 from metainfer.ir.rope import Rope
 
 NAMESPACE = "metainfer"
@@ -26,7 +27,7 @@ NAMESPACE = "metainfer"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _structured(fake: Callable[..., Tensor]) -> Callable[[_Function], _Function]:
+def _structured(fake: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Register a function as a custom op of its own name; ``fake`` gives the result's shape."""
 
     def register(function: _Function) -> _Function:
@@ -149,6 +150,45 @@ def experts(
         share = weights[tokens, slots, None].to(wide.dtype)
         total.index_add_(0, tokens, share * (inner @ down[e].to(wide.dtype).t()))
     return total.to(x.dtype)
+
+
+def _choice_fake(logits: Tensor, correction: Tensor, *, k: int, **attrs: object) -> Any:
+    shares = logits.new_empty((logits.shape[0], k), dtype=torch.float32)
+    return shares, torch.empty_like(shares, dtype=torch.int64)
+
+
+@_structured(_choice_fake)
+def choose_experts(
+    logits: Tensor,
+    correction: Tensor,
+    *,
+    k: int,
+    groups: int = 1,
+    chosen_groups: int = 1,
+    renormalise: bool = True,
+    scaling: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Shares and numbers of each token's experts, by sigmoid scores that are corrected.
+
+    The correction is added while experts are chosen; shares are the plain scores, divided by their
+    sum if ``renormalise``, times ``scaling``. With groups, equal ones in order, only experts of the
+    best ones are chosen: a group counts by the sum of its two best corrected scores.
+    Shapes: logits [T, N], correction [N] -> shares f32 [T, k], numbers i64 [T, k].
+    Source: DeepSeek-AI 2024 (DeepSeek-V3), section 2.1.2.
+    """
+    scores = logits.float().sigmoid()
+    choice = scores + correction.float()
+    if groups > 1:
+        of_groups = choice.reshape(len(choice), groups, -1)
+        best = torch.topk(of_groups, BEST_OF_GROUP).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(1, torch.topk(best, chosen_groups).indices, True)
+        choice = of_groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    ids = torch.topk(choice, k).indices
+    shares = scores.gather(1, ids)
+    if renormalise:
+        shares = shares / (shares.sum(-1, keepdim=True) + NO_SHARE)
+    return shares * scaling, ids
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, **attrs: object) -> Tensor:

@@ -8,12 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metainfer.models import functional
 from metainfer.models.experts_config import ExpertsConfig
-
-# A group of experts counts by this many of its best ones, where scores are corrected.
-_BEST_OF_GROUP = 2
-# Keeps a share of nothing from becoming NaN.
-_TINY = 1e-20
 
 
 class Router(nn.Module):
@@ -42,41 +38,26 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Shares and numbers of each token's experts: x [T, D] -> [T, K] and [T, K]."""
-        logits_TN = F.linear(x_TD, self.weight).float()
-        if self.experts.scores == "sigmoid":
-            shares_TK, ids_TK = self._corrected(logits_TN.sigmoid())
-        else:
-            shares_TN = logits_TN.softmax(-1)
-            if self.experts.groups > 1:
-                best_TG = self._grouped(shares_TN).amax(-1)
-                shares_TN = self._within(shares_TN, best_TG, 0.0)
-            shares_TK, ids_TK = torch.topk(shares_TN, self.experts.chosen)
-        if self.experts.renormalise:
-            shares_TK = shares_TK / self._total(shares_TK)
-        if self.experts.scaling != 1.0:
-            shares_TK = shares_TK * self.experts.scaling
-        return shares_TK, ids_TK
+        config, logits_TN = self.experts, F.linear(x_TD, self.weight)
+        if config.scores == "sigmoid":
+            return functional.choose_experts(
+                logits_TN, self.e_score_correction_bias, k=config.chosen, groups=config.groups,
+                chosen_groups=config.chosen_groups, renormalise=config.renormalise,
+                scaling=config.scaling,
+            )  # fmt: skip
+        shares_TN = logits_TN.float().softmax(-1)
+        if config.groups > 1:
+            shares_TN = self._within_groups(shares_TN)
+        shares_TK, ids_TK = torch.topk(shares_TN, config.chosen)
+        if config.renormalise:
+            shares_TK = shares_TK / shares_TK.sum(-1, keepdim=True)
+        return shares_TK if config.scaling == 1.0 else shares_TK * config.scaling, ids_TK
 
-    def _total(self, shares_TK: Tensor) -> Tensor:
-        total_T1 = shares_TK.sum(-1, keepdim=True)
-        return total_T1 + _TINY if self.experts.scores == "sigmoid" else total_T1
-
-    def _corrected(self, scores_TN: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts chosen by corrected scores; their shares are the plain ones."""
-        choice_TN = scores_TN + self.e_score_correction_bias
-        if self.experts.groups > 1:
-            best_TGb, _ = torch.topk(self._grouped(choice_TN), _BEST_OF_GROUP)
-            choice_TN = self._within(choice_TN, best_TGb.sum(-1), float("-inf"))
-        _, ids_TK = torch.topk(choice_TN, self.experts.chosen)
-        return scores_TN.gather(-1, ids_TK), ids_TK
-
-    def _grouped(self, scores_TN: Tensor) -> Tensor:
-        return scores_TN.reshape(-1, self.experts.groups, self.experts.num // self.experts.groups)
-
-    def _within(self, scores_TN: Tensor, groups_TG: Tensor, outside: float) -> Tensor:
-        """The scores with those outside the best groups replaced."""
-        _, best_TJ = torch.topk(groups_TG, self.experts.chosen_groups)
-        every_G = torch.arange(self.experts.groups, device=best_TJ.device)
+    def _within_groups(self, shares_TN: Tensor) -> Tensor:
+        """The shares with those outside the best groups, by their best expert, set to zero."""
+        groups = self.experts.groups
+        shares = shares_TN.reshape(-1, groups, self.experts.num // groups)
+        _, best_TJ = torch.topk(shares.amax(-1), self.experts.chosen_groups)
+        every_G = torch.arange(groups, device=best_TJ.device)
         kept_TG = (best_TJ[..., None] == every_G).float().sum(-2) > 0
-        kept = self._grouped(scores_TN).masked_fill(~kept_TG[..., None], outside)
-        return kept.flatten(-2)
+        return shares.masked_fill(~kept_TG[..., None], 0.0).flatten(-2)

@@ -143,7 +143,7 @@ def reaches_topk(graph: Graph, op: Op) -> bool:
             continue
         seen.add(name)
         for user in uses.get(name, ()):
-            if user.name == "topk":
+            if user.name in ("topk", "choose_experts"):
                 return True
             if user.name in _SCORING:
                 frontier += [v.name for v in user.results]

@@ -253,6 +253,9 @@ SAMPLES: tuple[Sample, ...] = (
            "i8/32:f16[3,64,32]", "f4e2m1/32:f8e8m0[3,32,64]", activation="gelu_tanh", total=6),
     sample("experts", "f8e4m3/32:f32[T,64]", "i32[T,2] < 3", "f32[T,2]",
            *["f8e4m3/row:f32[3,32,64]"] * 2, "f8e4m3/row:f32[3,64,32]", dtype="bf16"),
+    sample("choose_experts", "f32[T,12]", "f32[12]", k=3),
+    sample("choose_experts", "f32[T,12]", "f32[12]", k=3, groups=4, chosen_groups=2, scaling=2.5),
+    sample("choose_experts", "bf16[T,6]", "f32[6]", k=2, groups=3, renormalise=False),
     # attention
     sample("rope", "f32[T,4,8]", "i32[T] < 99"),
     sample("rope", "f32[B,T,4,8]", "i32[B,T] < 99", width=4, interleaved=True, theta=500.0),

@@ -79,6 +79,8 @@ FLOAT_CASES: list[Case] = [
     ("softmax", [floats(3, 9)], {}),
     ("softmax", [("float", np.array([[-np.inf] * 3, [0, -np.inf, 1.0]]))], {"dim": 1}),
     ("cumsum", [floats(3, 9)], {"dim": 0}),
+    ("choose_experts", [floats(7, 12), floats(12)], {"k": 4, "groups": 3, "chosen_groups": 2}),
+    ("choose_experts", [floats(5, 12), floats(12)], {"k": 3, "renormalise": False, "scaling": 2.5}),
     ("topk", [("float", np.array([[1, 5, 5, 2, 5], [0, 0, 0, 0, 1.0]]))], {"k": 3}),
     ("rms_norm", [floats(3, 32), floats(32)], {"eps": 1e-5}),
     ("layer_norm", [floats(3, 32), floats(32), floats(32)], {"eps": 1e-5}),

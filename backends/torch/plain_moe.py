@@ -8,6 +8,7 @@ from torch.nn import functional
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.plain_shape import as_index
 from metainfer.backends.torch.tensors import BlockTensors, PlainWeight, dense_values, widen
+from metainfer.ir.ops.moe import BEST_OF_GROUP, NO_SHARE
 
 Run = Callable[[TorchCall], None]
 
@@ -48,4 +49,30 @@ def _route(call: TorchCall) -> None:
     call.outputs[0].copy_(torch.where(known, table[expert, turn], -1))
 
 
-PLAIN_MOE: dict[str, Run] = {"experts": _experts, "route": _route}
+def _choose_experts(call: TorchCall) -> None:
+    scores = widen(call.inputs[0]).sigmoid()
+    choice, groups = scores + widen(call.inputs[1]), int(call.attrs["groups"])
+    if groups > 1:
+        of_groups = choice.view(len(choice), groups, -1)
+        best = of_groups.sort(-1, descending=True).values[..., :BEST_OF_GROUP].sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(1, first_of(best, int(call.attrs["chosen_groups"])), True)
+        choice = of_groups.masked_fill(~kept[..., None], float("-inf")).view(choice.shape)
+    ids = first_of(choice, int(call.attrs["k"]))
+    shares = scores.gather(1, ids)
+    if call.attrs["renormalise"]:
+        shares = shares / (shares.sum(-1, keepdim=True) + NO_SHARE)
+    call.outputs[0].copy_(shares * call.attrs["scaling"])
+    call.outputs[1].copy_(ids)
+
+
+def first_of(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Places of the largest numbers of each row, ties by the lower place."""
+    return torch.sort(-x, dim=-1, stable=True).indices[..., :count]
+
+
+PLAIN_MOE: dict[str, Run] = {
+    "experts": _experts,
+    "route": _route,
+    "choose_experts": _choose_experts,
+}

@@ -7,6 +7,7 @@ from metainfer.backends.triton.records_experts import register_experts
 from metainfer.backends.triton.records_latent import register_latent_attention
 from metainfer.backends.triton.records_linear import register_linear
 from metainfer.backends.triton.records_pointwise import register_pointwise
+from metainfer.backends.triton.records_routing import register_routing
 
 
 def register(kernels: Registry, layouts: LayoutRegistry) -> None:
@@ -16,3 +17,4 @@ def register(kernels: Registry, layouts: LayoutRegistry) -> None:
     register_attention(kernels, layouts)
     register_latent_attention(kernels, layouts)
     register_experts(kernels, layouts)
+    register_routing(kernels)

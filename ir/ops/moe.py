@@ -5,7 +5,8 @@ from typing import cast
 
 import numpy as np
 
-from metainfer.ir.dtypes import Block, Scalar
+from metainfer.ir.dims import dim
+from metainfer.ir.dtypes import F32, I64, Block, Scalar
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.ops.elementwise import gelu
 from metainfer.ir.ops.infer import floats_of, integers_of, product_dtype, tensor_of
@@ -131,6 +132,74 @@ def experts(
         # One token may choose an expert twice: += on indices would add only one of them.
         np.add.at(y, tokens, weights[tokens, slots, None] * (hidden @ down[e].T))
     return y
+
+
+def _infer_choice(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
+    x, correction = (floats_of(t, "choose_experts") for t in types)
+    if x.rank != 2 or correction.shape != x.shape[1:]:
+        raise TypeMismatch(f"choose_experts of {x} corrected by {correction}: wanted [T, N], [N]")
+    num = x.shape[1].static
+    k, groups, kept = (int(cast(int, attrs[n])) for n in ("k", "groups", "chosen_groups"))
+    if groups < 1 or num % groups or not 1 <= kept <= groups:
+        raise TypeMismatch(f"choose_experts: {kept} of {groups} groups of {num} experts")
+    if not 1 <= k <= num // groups * kept:
+        raise TypeMismatch(f"choose_experts: {k} of {num // groups * kept} experts")
+    if groups > 1 and num // groups < BEST_OF_GROUP:
+        raise TypeMismatch(
+            f"choose_experts: groups of {num // groups} experts", advice="2 at least"
+        )
+    made = TensorType((x.shape[0], dim(k)), F32)
+    return made, made.with_dtype(I64)
+
+
+def _choice_flops(sizes: Sizes) -> int:
+    tokens, num = sizes.shape(0)
+    return 8 * tokens * num
+
+
+BEST_OF_GROUP = 2  # experts of a group by whose scores it is chosen
+NO_SHARE = 1e-20  # keeps shares of nothing from becoming NaN
+
+
+@op(
+    "choose_experts",
+    infer=_infer_choice,
+    flops=_choice_flops,
+    shard="T N!, N! -> T K!, T K!",
+)
+def choose_experts(
+    logits: Array,
+    correction: Array,
+    *,
+    k: int,
+    groups: int = 1,
+    chosen_groups: int = 1,
+    renormalise: bool = True,
+    scaling: float = 1.0,
+) -> tuple[Array, Array]:
+    """Shares and numbers of each token's experts, by sigmoid scores that are corrected.
+
+    The correction is added while experts are chosen; shares are the plain scores, divided by their
+    sum if ``renormalise``, times ``scaling``. With groups, equal ones in order, only experts of the
+    best ones are chosen: a group counts by the sum of its two best corrected scores. Ties go to the
+    lower number.
+    Shapes: logits [T, N], correction [N] -> shares f32 [T, k], numbers [T, k].
+    Source: DeepSeek-AI 2024 (DeepSeek-V3), section 2.1.2.
+    """
+    scores = 1.0 / (1.0 + np.exp(-logits.astype(np.float32)))
+    choice = scores + correction.astype(np.float32)
+    topk = OPS["topk"].reference
+    if groups > 1:
+        of_groups = choice.reshape(len(choice), groups, -1)
+        best, _ = topk(of_groups, k=BEST_OF_GROUP)
+        _, kept = topk(best.sum(-1), k=chosen_groups)
+        inside = np.any(kept[..., None] == np.arange(groups), axis=1)
+        choice = np.where(inside[..., None], of_groups, -np.inf).reshape(choice.shape)
+    _, ids = topk(choice, k=k)
+    shares = np.take_along_axis(scores, ids, axis=-1)
+    if renormalise:
+        shares = shares / (shares.sum(-1, keepdims=True) + np.float32(NO_SHARE))
+    return shares * np.float32(scaling), ids
 
 
 def activated(x: Array, activation: str) -> Array:
