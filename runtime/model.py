@@ -308,21 +308,26 @@ class LoadedModel:
             )
             for phase, m in modules.items()
         }
-        where = torch.device("cuda" if device.kind == "gpu" else "cpu")
+        where = _own_device(device.kind)
         size = max(a.size for a in arenas.values())
         storage = Storage(
             size, _highs(modules.values()), ranks.device if ranks else where, self.max_context,
             has_step=any(m.has_step for m in modules.values()),
         )  # fmt: skip
         self._storage = storage
-        store = WeightStore(provider, backends, numbers)
-        for phase, module in modules.items():
-            for name, weight in flats[phase].weights.items():
-                storage.add_weight(phase, name, store.get(module, weight))
+        store = WeightStore(provider, backends, numbers, storage.place)
+        wanted = [
+            (phase, name, module, weight)
+            for phase, module in modules.items()
+            for name, weight in flats[phase].weights.items()
+        ]
+        placed = store.get_all([(module, weight) for *_, module, weight in wanted])
+        for (phase, name, *_), data in zip(wanted, placed, strict=True):
+            storage.weights_of(phase)[name] = data
+        for phase in modules:
             for name, state in flats[phase].states.items():
                 if name not in storage.states:
                     storage.add_state(name, state.state, self.num_pages)
-        storage.weights_are_complete()
         return {
             phase: PhaseExecutor(
                 module, flats[phase], arenas[phase], storage, backends, phase, self._standbys
@@ -331,6 +336,13 @@ class LoadedModel:
         }
 
     _storage: Storage
+
+
+def _own_device(kind: str) -> torch.device:
+    """This process's device by its number: each thread has a current GPU of its own."""
+    if kind != "gpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _vocab_size(module: Module) -> int:

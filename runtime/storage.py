@@ -39,7 +39,6 @@ class Storage:
         self.base = -(-self._raw.data_ptr() // 64) * 64
         self.arena = self._raw[self.base - self._raw.data_ptr() :]
         self._weights: dict[str, dict[str, Any]] = {}
-        self._moved: dict[int, tuple[Any, Any]] = {}
         self.states: dict[str, dict[str, torch.Tensor]] = {}
         self._positions = positions
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -52,25 +51,8 @@ class Storage:
         """Resident weights of a phase by flat name; two phases may pack one tensor differently."""
         return self._weights.setdefault(phase, {})
 
-    def add_weight(self, phase: str, name: str, data: Any) -> None:
-        """Keep a weight: numpy arrays become tensors that share their memory.
-
-        What two phases read in one form is one object, and is moved to the device once.
-        """
-        self.weights_of(phase)[name] = self._resident(data)
-
-    def _resident(self, data: Any) -> Any:
-        known = self._moved.get(id(data))
-        if known is None:
-            # The original is kept beside its copy: its identity must not be given to another.
-            known = self._moved[id(data)] = (data, self._placed(data))
-        return known[1]
-
-    def weights_are_complete(self) -> None:
-        """Let go of what the host still holds of weights that lie on a device."""
-        self._moved.clear()
-
-    def _placed(self, data: Any) -> Any:
+    def place(self, data: Any) -> Any:
+        """A weight where it stays: numpy arrays become tensors that share their memory."""
         if isinstance(data, BlockArray):
             data = plain_weight(data)
         elif isinstance(data, np.ndarray):

@@ -4,9 +4,12 @@ A weight is made when it is first asked for; calls and phases that want the same
 form share one.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count, takewhile
+from threading import Lock
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -17,7 +20,7 @@ from metainfer.ir.errors import CheckpointError, PlanError
 from metainfer.ir.flatten import FlatWeight, Recipe, recipe_of
 from metainfer.ir.graph import Module, Op, Value
 from metainfer.ir.interpret import as_reference_input, round_to
-from metainfer.ir.ops.record import RAW, attr_value, op_def
+from metainfer.ir.ops.record import MOVES, RAW, OpDef, attr_value, op_def
 from metainfer.ir.types import TensorType
 from metainfer.runtime.checkpoint import TensorSource
 from metainfer.runtime.checkpoint.stacked import is_stacked, member, stack
@@ -31,8 +34,13 @@ from metainfer.runtime.parts import (
     split_rows,
 )
 
+_MAKERS = min(4, os.cpu_count() or 1)
 Array = np.ndarray[Any, np.dtype[Any]]
 Provider = Callable[[str], Array | BlockArray]
+
+
+def _as_made(data: Any) -> Any:
+    return data
 
 
 class WeightStore:
@@ -42,26 +50,55 @@ class WeightStore:
         provider: full name -> checkpoint tensor.
         backends: for the packers.
         numbers: of the rank along each axis of the mesh; it keeps its own parts of weights.
+        place: puts what was made where it stays; the host's form is not kept.
+        makers: threads of `get_all`; each holds one weight on its way.
     """
 
     def __init__(
-        self, provider: Provider, backends: Backends, numbers: Mapping[str, int] | None = None
-    ) -> None:
+        self, provider: Provider, backends: Backends, numbers: Mapping[str, int] | None = None,
+        place: Callable[[Any], Any] = _as_made, makers: int = _MAKERS,
+    ) -> None:  # fmt: skip
         self._provider = provider
         self._backends = backends
         self._numbers = numbers or {}
-        self._made: dict[Recipe, Any] = {}
+        self._place = place
+        self._makers = makers
+        self._made: dict[Recipe, Future[Any]] = {}
+        self._lock = Lock()
 
     def get(self, module: Module, weight: FlatWeight) -> Any:
-        """The resident form of a weight: plain numpy, or what its layout packs.
+        """The resident form of a weight: plain numpy, or what its layout packs, placed.
+
+        Threads may ask at once; one of them makes it.
 
         Raises: CheckpointError if a tensor is missing or of another shape or format.
         """
         key = recipe_of(module, weight)
-        if key not in self._made:
-            # Only what a graph reads is kept; the steps on the way are dropped.
-            self._made[key] = self._evaluate(module, weight)
-        return self._made[key]
+        with self._lock:
+            made = self._made.get(key)
+            is_first = made is None
+            if made is None:
+                made = self._made[key] = Future[Any]()
+        if is_first:
+            try:
+                # Only what a graph reads is kept; the steps on the way are dropped.
+                made.set_result(self._place(self._evaluate(module, weight)))
+            except BaseException as error:
+                made.set_exception(error)
+        return made.result()
+
+    def get_all(self, wanted: Sequence[tuple[Module, FlatWeight]]) -> list[Any]:
+        """Weights in order, a few of them made at once: reading, packing and copying overlap.
+
+        Raises: as `get`.
+        """
+        with ThreadPoolExecutor(self._makers, thread_name_prefix="weights") as makers:
+            started = [makers.submit(self.get, module, weight) for module, weight in wanted]
+            try:
+                return [one.result() for one in started]
+            except BaseException:
+                makers.shutdown(cancel_futures=True)
+                raise
 
     def _evaluate(self, module: Module, weight: FlatWeight) -> Any:
         load = module.load(weight.graph)
@@ -120,6 +157,8 @@ class WeightStore:
         if op.name == "pack":
             return self._backends.layouts.get(str(op.attr["layout"])).pack(operands[0])
         record = op_def(op.name)
+        if record.has(MOVES):
+            return _moved(record, operands, op)
         raw = record.has(RAW)
         inputs = [as_reference_input(v, raw=raw) for v in operands]
         return round_to(record.reference(*inputs, **record.complete(op.attr)), op.result)
@@ -144,6 +183,19 @@ class WeightStore:
         found = self._provider(name)
         _check(name, wanted, shape, _kind(found))
         return cut(found, region)
+
+
+def _moved(record: OpDef, operands: Sequence[Any], op: Op) -> Array | BlockArray:
+    """What an op makes that only moves numbers: by their bits, nothing is converted.
+
+    numpy copies types that are not its own number by number.
+    """
+    attrs, first = record.complete(op.attr), operands[0]
+    if isinstance(first, BlockArray):
+        return cast(BlockArray, record.reference(*operands, **attrs))
+    bits = np.dtype(f"u{first.dtype.itemsize}")
+    given = [v.view(bits) if v.dtype == first.dtype else v for v in operands]
+    return cast(Array, record.reference(*given, **attrs)).view(first.dtype)
 
 
 # Shape and element type of a tensor; the type as numpy or the block format says it.

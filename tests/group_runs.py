@@ -184,9 +184,9 @@ def execute(module: Module, example: Example, env: Mapping[str, int]) -> Result:
     highs = {name: high for name, (_, high) in limits.items()}
     storage = Storage(arena.size, highs, torch.device("cpu"), POSITIONS, has_step=module.has_step)
     storage.arena.fill_(0xFF)  # what a kernel leaves out shows: not-a-numbers
-    store = WeightStore(example.weights.__getitem__, backends)
+    store = WeightStore(example.weights.__getitem__, backends, place=storage.place)
     for name, weight in flat.weights.items():
-        storage.add_weight("call", name, store.get(module, weight))
+        storage.weights_of("call")[name] = store.get(module, weight)
     for name, value in flat.states.items():
         data = example.states[name[1:]]
         storage.add_state(name, value.state, len(next(iter(data.values()))))

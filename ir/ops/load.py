@@ -13,7 +13,7 @@ from metainfer.ir.dtypes import Block, BlockArray, parse_dtype
 from metainfer.ir.errors import TypeMismatch
 from metainfer.ir.ops import shard_rules
 from metainfer.ir.ops.infer import axis_of, floats_of, integers_of, scalar_of, tensor_of
-from metainfer.ir.ops.record import RAW, Array, Attrs, Sizes, op
+from metainfer.ir.ops.record import MOVES, RAW, Array, Attrs, Sizes, op
 from metainfer.ir.refine import check_refines, refine
 from metainfer.ir.types import TensorType, Type
 
@@ -100,7 +100,7 @@ def _rows_of_block(x: TensorType) -> int:
     return x.dtype.block[0]
 
 
-@op("concat_rows", infer=_infer_rows, shard=shard_rules.whole_rows, traits=[RAW])
+@op("concat_rows", infer=_infer_rows, shard=shard_rules.whole_rows, traits=[RAW, MOVES])
 def concat_rows(*xs: Array | BlockArray) -> Array | BlockArray:
     """Join weights [out, in] by their output rows, codes and scales alike.
 
@@ -124,7 +124,7 @@ def _infer_taken(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (x.with_shape((*index.shape, *x.shape[1:])),)
 
 
-@op("take_rows", infer=_infer_taken, shard=shard_rules.gather, traits=[RAW])
+@op("take_rows", infer=_infer_taken, shard=shard_rules.gather, traits=[RAW, MOVES])
 def take_rows(x: Array | BlockArray, index: Array) -> Array | BlockArray:
     """Rows of a weight in another order, some of them several times, codes and scales alike.
 
@@ -147,7 +147,7 @@ def _infer_unpermute(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (x,)
 
 
-@op("unpermute_rope", infer=_infer_unpermute, shard=shard_rules.whole_rows, traits=[RAW])
+@op("unpermute_rope", infer=_infer_unpermute, shard=shard_rules.whole_rows, traits=[RAW, MOVES])
 def unpermute_rope(x: Array | BlockArray, *, heads: int) -> Array | BlockArray:
     """Undo GGUF's interleaving of rotary pairs in the rows of q and k.
 
@@ -177,7 +177,7 @@ def _infer_repeat(types: Sequence[Type], attrs: Attrs) -> tuple[Type, ...]:
     return (x.with_shape((x.shape[0] * times, *x.shape[1:])),)
 
 
-@op("repeat_rows", infer=_infer_repeat, shard=shard_rules.whole_rows, traits=[RAW])
+@op("repeat_rows", infer=_infer_repeat, shard=shard_rules.whole_rows, traits=[RAW, MOVES])
 def repeat_rows(x: Array | BlockArray, *, groups: int, times: int) -> Array | BlockArray:
     """Repeat each group of rows: ``a b`` becomes ``a a b b``. Codes and scales alike.
 

@@ -33,6 +33,7 @@ ELEMENTWISE = "elementwise"  # result element i depends on operand elements i on
 VIEW = "view"  # moves no number: may cost nothing
 REDUCTION = "reduction"
 RAW = "raw"  # the reference takes BlockArrays and states as they are
+MOVES = "moves"  # numbers come out as they went in, in another order or number
 STATEFUL = "stateful"  # writes a state
 NONDETERMINISTIC = "nondeterministic"
 COLLECTIVE = "collective"  # changes a sharding and no value; ranks must meet at it
@@ -370,6 +371,7 @@ def with_types(op: Op, types: Sequence[Type]) -> Op:
 __all__ = [
     "COLLECTIVE",
     "ELEMENTWISE",
+    "MOVES",
     "NONDETERMINISTIC",
     "OPS",
     "RAW",

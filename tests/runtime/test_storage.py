@@ -20,20 +20,6 @@ def storage(device: str) -> Storage:
     return Storage(64, SIZES, torch.device(device), 16, has_step=True)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_weight_of_two_phases_lies_on_the_device_once(device: str) -> None:
-    held = storage("cpu")
-    held.device = torch.device(device)
-    weight = np.ones((4, 4), np.float32)
-    held.add_weight("prefill", "@w", weight)
-    held.add_weight("decode", "@w", weight)
-    held.add_weight("decode", "@other", weight.copy())
-    held.weights_are_complete()
-    assert held.weights_of("prefill")["@w"] is held.weights_of("decode")["@w"]
-    assert held.weights_of("decode")["@other"] is not held.weights_of("decode")["@w"]
-    assert held.weights_of("decode")["@w"].device.type == device
-
-
 def test_fields_of_the_step_do_not_overlap_and_keep_what_is_not_written() -> None:
     sizes = {name: 5 + 7 * i for i, name in enumerate(STEP_FIELDS)}
     record = StepRecord(sizes, CPU)
