@@ -37,6 +37,10 @@ class Tile:
         inner: of a step.
         num_warps: of a program.
         num_stages: buffers of the loop over steps.
+        sharing: programs up to which tiles are shared, of products of few rows: about one for
+            each processor of a large card, or two.
+        head: columns of the weight that a program of such a product reads before it waits for the
+            launch in front; weights of plain numbers only.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Tile:
     inner: int
     num_warps: int
     num_stages: int
+    sharing: int = 128
+    head: int = 0
 
     def programs(self, rows: int, columns: int) -> int:
         """Programs of a product."""
@@ -369,13 +375,16 @@ TILES: Mapping[str, tuple[Tile, ...]] = {
         ),
     ),
 }
-# Few rows, the weight streamed: two programs on each processor, or one with more on its way.
+# Few rows, the weight streamed: two programs on each processor, or one with more on its way. A head
+# wants room for a third: the next launch's, which reads its own while these end.
 SKINNY_TILES: Mapping[str, tuple[Tile, ...]] = {
     "plain": (
         Tile("few16", 16, 64, 128, 4, 5),
-        Tile("deep16", 16, 64, 128, 4, 10),
+        Tile("deep16", 16, 64, 128, 4, 6),
+        Tile("head16", 16, 64, 128, 4, 3, sharing=264, head=256),
         Tile("few64", 64, 64, 128, 4, 3),
-        Tile("deep64", 64, 64, 64, 4, 10),
+        Tile("deep64", 64, 64, 128, 4, 5),
+        Tile("wide64", 64, 128, 64, 4, 5),
     ),
     **dict.fromkeys(
         ("codes", "blocks", "int4", "int8"),

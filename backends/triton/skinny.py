@@ -16,21 +16,20 @@ from metainfer.backends.triton.linear import Storage, Tile, activations_of
 from metainfer.backends.triton.pointwise import argument, sizes_of
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
 
-SHARED_PROGRAMS = 128  # up to so many programs share tiles: about one for each processor
 _NUMBER_BYTES = 2  # of a number of 16 bits
 FEWEST_STEPS = 4  # of a part of the inner dim: the pipeline fills
 
 
-def split_of(tiles: int, inner: int, step: int) -> int:
+def split_of(tile: Tile, tiles: int, inner: int) -> int:
     """Programs that share the sums of a tile: a power of two.
 
     Args:
+        tile: of a program.
         tiles: of the result.
         inner: numbers of a sum.
-        step: of them, that a program multiplies at once.
     """
-    split = 1
-    while 2 * split * tiles <= SHARED_PROGRAMS and 2 * split * FEWEST_STEPS * step <= inner:
+    fewest, split = max(FEWEST_STEPS * tile.inner, 2 * tile.head), 1
+    while 2 * split * tiles <= tile.sharing and 2 * split * fewest <= inner:
         split *= 2
     return split
 
@@ -46,7 +45,7 @@ def workspace_of(tile: Tile) -> Callable[[Query], int]:
     """Scratch bytes of a product by a tile, whatever its rows."""
 
     def needed(query: Query) -> int:
-        return scratch_bytes(scratch_of(tile, SHARED_PROGRAMS // 2, 2))
+        return scratch_bytes(scratch_of(tile, tile.sharing // 2, 2))
 
     return needed
 
@@ -58,7 +57,7 @@ def one_wave(tile: Tile) -> Constraint:
         weight = query.tensor(1)
         columns, inner = (n.static for n in weight.shape)
         tiles = tile.programs(1, columns)
-        programs = tiles * split_of(tiles, inner, tile.inner)
+        programs = tiles * split_of(tile, tiles, inner)
         return None if programs <= query.device.num_sms else f"{programs}"
 
     return Constraint("as many programs as processors at most", check)
@@ -80,7 +79,7 @@ def room(tile: Tile) -> Constraint:
 
 def effort_of(tile: Tile, compute: float, halves: int = 1) -> Effort:
     """As `Tile.effort`, programs sharing tiles."""
-    return tile.effort(compute, halves, lambda tiles, inner: split_of(tiles, inner, tile.inner))
+    return tile.effort(compute, halves, lambda tiles, inner: split_of(tile, tiles, inner))
 
 
 def launches(
@@ -105,7 +104,7 @@ def launches(
             return ()
         step, pointers, format_ = storage.parts(call.inputs[1])
         tiles = tile.programs(rows, columns)
-        split = split_of(tiles, inner, tile.inner)
+        split = split_of(tile, tiles, inner)
         scratch = carve(call.workspace, scratch_of(tile, tiles, split), x.device)
         follows, constants = _gated(call) if is_gated else _epilogue(call)
         return (
@@ -121,7 +120,7 @@ def launches(
                 {
                     "step": getattr(weight_tiles, step), "FORMAT": format_,
                     **constants, "BM": tile.rows, "BN": tile.columns, "BK": tile.inner,
-                    "SPLIT": split,
+                    "SPLIT": split, "HEAD": tile.head,
                 },
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,

@@ -20,6 +20,7 @@ from metainfer.backends.registry import installed
 from metainfer.backends.torch.check import make_op
 from metainfer.backends.triton import cross, skinny
 from metainfer.backends.triton.fits import typed_call
+from metainfer.backends.triton.linear import SKINNY_TILES
 from metainfer.hardware.load import load_machine
 from metainfer.ir.dtypes import BF16
 from metainfer.ir.types import tensor
@@ -38,6 +39,21 @@ def test_parts_add_up(format_: str, shape: tuple[int, int, int]) -> None:
     check_interpreted(name, op, data)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 64, 2048)], ids=str)
+def test_a_head_is_part_of_the_sums(shape: tuple[int, int, int]) -> None:
+    """Of one part, of several, of one that is shorter than the head."""
+    op, data = linear("bf16", shape)
+    check_interpreted("triton.linear_plain_head16", op, data)
+
+
+def test_a_head_is_read_of_weights_only() -> None:
+    """What a launch of the same step writes may not be there yet."""
+    kind, types = "linear", [tensor(BF16, 4, 1024), tensor(BF16, 64, 1024)]
+    assert refused("triton.linear_plain_head16", make_op(kind, types, {}, [1])) == []
+    (reason,) = refused("triton.linear_plain_head16", make_op(kind, types, {}, []))
+    assert "operand 1 is a weight" in reason
+
+
 @pytest.mark.parametrize(("kind", "bias", "follows", "attrs"), EPILOGUES[:4], ids=str)
 def test_epilogues_follow_the_last_part(
     kind: str, bias: bool, follows: str, attrs: dict[str, Any]
@@ -47,25 +63,30 @@ def test_epilogues_follow_the_last_part(
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 1100), (70, 21, 72)], ids=str)
-@pytest.mark.parametrize("tile", ["few16", "deep64"])
+@pytest.mark.parametrize("tile", ["head16", "deep64"])
 def test_gates(shape: tuple[int, int, int], tile: str) -> None:
     op, data = gated(*shape)
     name = f"triton.linear_silu_mul_plain_{tile}"
-    assert refused(name, op) == []
+    assert all("operand 1 is a weight" in why for why in refused(name, op))
     check_interpreted(name, op, data)
 
 
 @pytest.mark.parametrize(
-    ("tiles", "inner", "split"),
-    [(96, 4096, 1), (64, 4096, 2), (32, 2048, 4), (2, 2048, 4), (1, 512, 1), (1, 65536, 128)],
-)
+    ("name", "tiles", "inner", "split"),
+    [
+        ("few16", 96, 4096, 1), ("few16", 64, 4096, 2), ("few16", 32, 2048, 4),
+        ("few16", 2, 2048, 4), ("few16", 1, 512, 1), ("few16", 1, 65536, 128),
+        ("head16", 96, 4096, 2), ("head16", 64, 4096, 4), ("head16", 2, 2048, 4),
+    ],
+)  # fmt: skip
 def test_as_many_programs_as_processors_where_the_sums_are_long(
-    tiles: int, inner: int, split: int
+    name: str, tiles: int, inner: int, split: int
 ) -> None:
-    assert skinny.split_of(tiles, inner, 128) == split
+    (tile,) = (t for t in SKINNY_TILES["plain"] if t.name == name)
+    assert skinny.split_of(tile, tiles, inner) == split
 
 
-@pytest.mark.parametrize("name", ["few16", "deep64"])
+@pytest.mark.parametrize("name", ["few16", "head16", "deep64"])
 @pytest.mark.parametrize(("columns", "inner"), [(128, 2048), (4096, 4096), (96, 65536)])
 def test_the_plans_scratch_holds_the_parts(name: str, columns: int, inner: int) -> None:
     kernel = installed().kernels.get(f"triton.linear_plain_{name}")
@@ -79,7 +100,7 @@ def test_the_plans_scratch_holds_the_parts(name: str, columns: int, inner: int) 
         assert used <= kernel.workspace(None)  # type: ignore[arg-type]
 
 
-COMPILED = [("bf16", "few16"), ("bf16", "few64"), ("f8e4m3/128x128:f32", "few64"),
+COMPILED = [("bf16", "head16"), ("bf16", "few64"), ("f8e4m3/128x128:f32", "few64"),
             ("f4e2m1/32:f8e8m0", "few16"), ("u4/32:f16+f16", "few64")]  # fmt: skip
 
 

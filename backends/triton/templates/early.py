@@ -1,7 +1,8 @@
 """Starting before the launch in front has ended.
 
 A launch with EARLY set may find the launches in front of it still at work: until `wait` it touches
-no memory. Every program has to wait before it ends: the next launch relies on it.
+no memory but weights, which no launch of a step writes. Every program has to wait before it ends:
+the next launch relies on it.
 """
 
 import triton
@@ -9,8 +10,21 @@ import triton.language as tl
 
 
 @triton.jit
-def wait(EARLY: tl.constexpr):
-    """Let the next launch start, then wait until those in front have ended."""
+def let_next(EARLY: tl.constexpr):
+    """Let the next launch start."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(EARLY: tl.constexpr):
+    """Wait until the launches in front have ended and what they wrote is there."""
+    if EARLY:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """Let the next launch start, then wait until those in front have ended."""
+    let_next(EARLY)
+    wait_for_last(EARLY)

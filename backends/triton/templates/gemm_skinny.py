@@ -4,6 +4,9 @@ Programs stream rows of the weight; the products are those of the transpose, so 
 weight are rows of the matrix instruction and few rows of x its columns. Where there are fewer tiles
 than processors, SPLIT programs share the sums of a tile: each leaves its own in ``partial``, and
 the last one of them to arrive adds them up, in the order of the parts, and stores the result.
+
+With HEAD > 0 a program reads the first HEAD columns of its part of the weight, plain numbers, into
+registers before it waits for the launch in front: memory is at work while that one ends.
 """
 
 import triton
@@ -24,18 +27,44 @@ def place(rows, columns, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr
 
 
 @triton.jit
+def head_of(
+    weight, n_N, first, columns, inner, BK: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr
+):  # fmt: skip
+    """The first columns of a part of a weight of plain numbers: [BN, HEAD]; a number for none."""
+    head_NK = 0.0
+    if HEAD > 0:
+        k_K = first + tl.arange(0, HEAD)[None, :]
+        inside = (n_N[:, None] < columns) & (k_K < part_end(first, inner, BK, SPLIT))
+        head_NK = tl.load(weight[0] + n_N[:, None].to(tl.int64) * inner + k_K, mask=inside, other=0)
+    return head_NK
+
+
+@triton.jit
+def part_end(first, inner, BK: tl.constexpr, SPLIT: tl.constexpr):
+    """Where the part of the inner dim ends that begins at ``first``."""
+    return tl.minimum(first + tl.cdiv(inner, BK * SPLIT) * BK, inner)
+
+
+@triton.jit
 def sums(
-    x, weight, m_M, n_N, first, rows, columns, inner,
+    x, weight, head_NK, m_M, n_N, first, rows, columns, inner,
     step: tl.constexpr, FORMAT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    HEAD: tl.constexpr,
 ):  # fmt: skip
     """The float32 sums [BN, BM] of one part of the inner dim, beginning at ``first``."""
     acc = tl.zeros((n_N.shape[0], m_M.shape[0]), tl.float32)
-    end = tl.minimum(first + tl.cdiv(inner, BK * SPLIT) * BK, inner)
+    end = part_end(first, inner, BK, SPLIT)
     row = m_M[:, None].to(tl.int64)
-    for at in range(first, end, BK):
+    if HEAD > 0:
+        # Read now, multiplied last: nothing waits for it.
+        k_H = first + tl.arange(0, HEAD)[None, :]
+        x_MH = tl.load(x + row * inner + k_H, mask=(row < rows) & (k_H < end), other=0.0)
+    for at in range(first + HEAD, end, BK):
         k_K = at + tl.arange(0, BK)[None, :]
         x_MK = tl.load(x + row * inner + k_K, mask=(row < rows) & (k_K < inner), other=0.0)
         acc = step(acc, x_MK, weight, n_N, at, columns, inner, BK, FORMAT, True)
+    if HEAD > 0:
+        acc = tl.dot(head_NK.to(x_MH.dtype), tl.trans(x_MH), acc)
     return acc
 
 
@@ -69,18 +98,22 @@ def gemm_skinny(
     x, y, weight, operands, partial, arrived, rows, columns, inner,
     step: tl.constexpr, epilogue: tl.constexpr, FORMAT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    HEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of y a program, or one of SPLIT parts of it.
 
     x [M, K]; y [M, N]; weight: pointers for ``step``; operands: what ``epilogue`` reads beside the
     float32 tile; partial [SPLIT, tiles, BN, BM]; arrived [tiles], zeros.
     """
-    early.wait(EARLY)
+    early.let_next(EARLY)
     tile, tile_m, tile_n, part = place(rows, columns, BM, BN, SPLIT)
     m_M, n_N = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
     first = part * tl.cdiv(inner, BK * SPLIT) * BK
-    acc = sums(x, weight, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT)
+    head_NK = head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD)
+    early.wait_for_last(EARLY)
+    acc = sums(
+        x, weight, head_NK, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD
+    )  # fmt: skip
     tiles = tl.cdiv(rows, BM) * tl.cdiv(columns, BN)
     if SPLIT > 1:
         if is_last(acc, partial, arrived, tile, tiles, part, SPLIT):
@@ -104,20 +137,25 @@ def gemm_skinny_gated(
     x, y, weight, partial, arrived, rows, columns, inner,
     step: tl.constexpr, FORMAT: tl.constexpr, KEPT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    HEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y = silu(x @ gate.T) * (x @ up.T) [M, N], gate and up the halves of the weight's 2 N rows.
 
     One tile [BM, BN / 2] of y a program, or one of SPLIT parts of it; gate and up lie side by side
     row by row of the tile of the weight. KEPT: type that the product is rounded to.
     """
-    early.wait(EARLY)
+    early.let_next(EARLY)
     tile, tile_m, tile_n, part = place(rows, 2 * columns, BM, BN, SPLIT)
     m_M, both = tile_m * BM + tl.arange(0, BM), tl.arange(0, BN)
     # Gates past the end are rows of up: read in vain, never stored. Rows of up past it are masked.
     n_N = tile_n * (BN // 2) + both // 2 + tl.where(both % 2 == 1, columns, 0)
     first = part * tl.cdiv(inner, BK * SPLIT) * BK
-    acc = sums(x, weight, m_M, n_N, first, rows, 2 * columns, inner, step, FORMAT, BK, SPLIT)
+    head_NK = head_of(weight, n_N, first, 2 * columns, inner, BK, SPLIT, HEAD)
+    early.wait_for_last(EARLY)
+    acc = sums(
+        x, weight, head_NK, m_M, n_N, first, rows, 2 * columns, inner, step, FORMAT, BK, SPLIT,
+        HEAD,
+    )  # fmt: skip
     tiles = tl.cdiv(rows, BM) * tl.cdiv(2 * columns, BN)
     n_H = tile_n * (BN // 2) + tl.arange(0, BN // 2)
     if SPLIT > 1:
