@@ -44,6 +44,11 @@ def step_value(field: str) -> Value:
     return Value(f"step.{field}", STEP_FIELDS[field])
 
 
+def is_step_field(value: Value) -> bool:
+    """Whether a value is a field of the step record, which is written before the step begins."""
+    return value.name.startswith("step.")
+
+
 def step_symbols(max_tokens: int, max_sequences: int, max_pages: int) -> tuple[Symbol, ...]:
     """Symbols of a step with the given upper bounds (all from 1)."""
     return (

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from metainfer.ir.graph import Graph, Module, Op
+from metainfer.ir.step import is_step_field
 from metainfer.ir.types import Symbol
 from metainfer.passes.rewrite import load_rules, rewritten, usable
 from metainfer.passes.target import Report, Target
@@ -41,7 +42,7 @@ def _module(op: Op, inlined: Sequence[Op], limits: Mapping[str, tuple[int, int]]
     values = {v.name: v for v in op.operands}.values()
     graph = Graph(
         "main",
-        tuple(v for v in values if not v.is_weight and not v.is_state and not _is_field(v.name)),
+        tuple(v for v in values if not v.is_weight and not v.is_state and not is_step_field(v)),
         tuple(v for v in values if v.is_weight),
         tuple(v for v in values if v.is_state),
         tuple(inlined),
@@ -50,7 +51,3 @@ def _module(op: Op, inlined: Sequence[Op], limits: Mapping[str, tuple[int, int]]
     )
     symbols = tuple(Symbol(name, low, high) for name, (low, high) in limits.items())
     return Module("part", symbols, graphs=(graph,), has_step=True)
-
-
-def _is_field(name: str) -> bool:
-    return name.startswith("step.")

@@ -16,6 +16,7 @@ from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
 from metainfer.ir import entries
 from metainfer.ir.entries import scale_field
 from metainfer.ir.errors import Unsupported
+from metainfer.ir.step import is_step_field
 
 LOG2_E = 1.4426950408889634
 SMALLEST_PAGE = 16
@@ -55,6 +56,9 @@ class Attention:
     pages [B, P], out [T, H, E]; scales [pages, page_size, G, 1], of k and v that are codes.
     Over latents: q [T, H, C], q_rope [T, H, R], k and v [pages, page_size, 1, C or R],
     out [T, H, C].
+
+    Attributes:
+        is_settled: whether starts, lengths and pages are the step's own, which no launch writes.
     """
 
     q: torch.Tensor
@@ -71,6 +75,7 @@ class Attention:
     k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
     q_rope: torch.Tensor | None = None
+    is_settled: bool = False
 
     @property
     def rotary(self) -> int:
@@ -233,7 +238,8 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
     check(call)
     tile = tile or split_tile(call)
     programs = programs or _programs(call, tile)
-    constants, groups = _constants(call, tile), _groups(call, tile)
+    constants = {**_constants(call, tile), "SETTLED": call.is_settled}
+    groups = _groups(call, tile)
     heads, tokens, width = call.q.shape[1], call.q.shape[0], call.width
     pieces, stats = carve(call.workspace, split_pieces(programs, tile.rows, width), call.q.device)
     strides = _strides(call)
@@ -249,7 +255,7 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
         **shared, "T": tokens, "H": heads, "programs": programs,
         "out_token": strides["out_token"], "out_head": strides["out_head"],
     }  # fmt: skip
-    kept = ("HEADS", "QUERIES", "ROWS", "KEYS", "MANY", "E", "WINDOW")
+    kept = ("HEADS", "QUERIES", "ROWS", "KEYS", "MANY", "E", "WINDOW", "SETTLED")
     joining = {k: constants[k] for k in kept} | {"WIDE": power_above(width), "PARTS": _COMBINED}
     return [
         Launch(
@@ -275,6 +281,7 @@ def of_call(call: TorchCall) -> Attention:
         q, state["k"], state["v"], starts, lengths, pages, call.outputs[0],
         call.attrs["scale"], call.attrs["window"], call.attrs["softcap"], call.workspace,
         state.get(scale_field("k")), state.get(scale_field("v")),
+        is_settled=all(map(is_step_field, call.op.operands[2:])),
     )  # fmt: skip
 
 
@@ -286,6 +293,7 @@ def of_latent_call(call: TorchCall) -> Attention:
         q, state[entries.LATENT].unsqueeze(2), state[entries.ROTARY].unsqueeze(2), starts, lengths,
         pages, call.outputs[0], call.attrs["scale"], workspace=call.workspace,
         k_scales=None if scales is None else scales.unsqueeze(2), q_rope=q_rope,
+        is_settled=all(map(is_step_field, call.op.operands[3:])),
     )  # fmt: skip
 
 

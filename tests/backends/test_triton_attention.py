@@ -1,6 +1,7 @@
 """Paged attention by Triton: numbers interpreted and on a GPU, fit of the cards, which form."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,10 @@ from triton_worker import CARDS, applies, check_compiles, interpreted, refused, 
 
 from metainfer.backends.kernel import Registry
 from metainfer.backends.registry import installed
+from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.check import make_op, run_kernel, run_reference
-from metainfer.backends.triton.attention import Tile, prefill, split
+from metainfer.backends.torch.tensors import to_torch
+from metainfer.backends.triton.attention import Tile, of_call, prefill, split
 from metainfer.backends.triton.cross import faults_of, resources_of
 from metainfer.backends.triton.records_attention import BF16_STEP
 from metainfer.compiler.cost import CostModel
@@ -27,6 +30,7 @@ from metainfer.ir.dtypes import parse_dtype
 from metainfer.ir.entries import KV_FP8, entry_fields
 from metainfer.ir.errors import PlanError, Unsupported
 from metainfer.ir.options import Options
+from metainfer.ir.step import step_value
 from metainfer.ir.strategy import Strategy
 from metainfer.ir.types import StateType, tensor
 from metainfer.passes.layout import layout
@@ -223,13 +227,18 @@ def test_pages_hold_whole_blocks_where_that_is_faster(hw: str, page: int) -> Non
     assert {s.state.page_size for g in made.graphs for s in g.states} == {page}
 
 
-def test_launches_that_start_early_wait_before_all_else() -> None:
+def test_launches_that_start_early_read_what_others_write_after_they_have_waited() -> None:
+    """Before it they may read the fields of the step, which no launch writes."""
+    written = r"\b(q|k|v|out|pieces|stats|table|tl\.store)\b"
     op, card = symbolic((32, 8), 128, 64), CARDS["1xh200"]
     for name in (*FORMS, PAGED):
         for launch in launches_of(installed().kernels.get(name), op, card, DECODE, installed()):
-            source = inspect.getsource(launch.function.fn)
+            text = inspect.getsource(launch.function.fn).split('"""')[2]
+            last = list(re.finditer(r"early\.wait(_for_last)?\(EARLY\)", text))[-1]
+            before, after = text[: last.start()], text[last.end() :]
             assert launch.is_early
-            assert source.split('"""')[2].lstrip().startswith("early.wait(EARLY)\n")
+            assert not re.search(written, before)
+            assert re.search(written, after)
 
 
 LARGE = {
@@ -254,3 +263,18 @@ def test_on_a_gpu(name: str, case: str, mark: str) -> None:
         pytest.skip("the form is for other pages or heads")
     found = run_kernel(kernel, op, data, backends.layouts, device="cuda", card=CARDS["1xh200"])
     assert_close(found[0], run_reference(op, data)[0], scalar(LARGE[case].dtype), BF16_STEP)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_only_the_steps_own_fields_are_read_before_the_launch_in_front_has_ended(own: bool) -> None:
+    op, data = attention_op(MIXED)
+    if own:
+        fields = [step_value(name) for name in ("starts", "lengths", "pages")]
+        named = [replace(v, type=f.type) for v, f in zip(fields, op.operands[2:], strict=True)]
+        op = replace(op, operands=(*op.operands[:2], *named))
+    q, state, *record = (d if isinstance(d, dict) else to_torch(d.copy()) for d in data)
+    held = {name: to_torch(field.copy()) for name, field in state.items()}  # type: ignore[union-attr]
+    attrs = {"scale": 0.0, "window": 0, "softcap": 0.0}
+    call = of_call(TorchCall(op, (q, held, *record), (torch.empty(q.shape),), attrs))  # type: ignore[union-attr]
+    assert call.is_settled is own
+    assert [launch.constants["SETTLED"] for launch in split(call)] == [own, own]

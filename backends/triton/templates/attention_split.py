@@ -56,16 +56,21 @@ def attention_split(
     KEYS: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, R: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SETTLED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program's part of the work.
+
+    SETTLED: starts and lengths are the step's own: they may be read before the launch in front has
+    ended.
 
     Shapes: q [T, H, D], k and v [pages, PAGE, G, D or E], out [T, H, E], table [B, pages] (over
     latents q_rope [T, H, R], k and v [pages, PAGE, 1, D or R]),
     pieces [2 * programs, ROWS, E], stats [2 * programs, 2, ROWS] (top and total).
     """
-    early.wait(EARLY)
+    early.let_next(EARLY)
+    if not SETTLED:
+        early.wait_for_last(EARLY)
     program = tl.program_id(0)
     ends = unit_ends(starts, lengths, B, groups, QUERIES, KEYS, WINDOW, MANY)
     work = tl.max(ends, axis=0)
@@ -74,6 +79,8 @@ def attention_split(
     limit = tl.minimum(unit + part, work)
     slot = program * 2
     row = tl.arange(0, ROWS)
+    if SETTLED:
+        early.wait_for_last(EARLY)
     while unit < limit:
         sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)
         before = tl.max(tl.where(ends <= unit, ends, 0), axis=0)
@@ -130,14 +137,16 @@ def attention_combine(
     T, B, H, groups, programs, out_token, out_head,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MANY: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
-    WINDOW: tl.constexpr, PARTS: tl.constexpr,
+    WINDOW: tl.constexpr, PARTS: tl.constexpr, SETTLED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add up the pieces of one token's head; rows that no program finished and none began are zero.
 
     Shapes: pieces [2 * programs, ROWS, E], stats [2 * programs, 2, ROWS], out [T, H, E].
     """
-    early.wait(EARLY)
+    early.let_next(EARLY)
+    if not SETTLED:
+        early.wait_for_last(EARLY)
     token = tl.program_id(0) // H
     head = tl.program_id(0) % H
     column = tl.arange(0, WIDE)
@@ -154,6 +163,8 @@ def attention_combine(
     unit = before + piece * blocks
     begins = unit // part
     last = tl.where(blocks > 0, (unit + blocks - 1) // part, begins - 1)
+    if SETTLED:
+        early.wait_for_last(EARLY)
     if begins == last:
         return
     top = tl.max(tl.full([PARTS], LOWEST, tl.float32), axis=0)
