@@ -14,6 +14,7 @@ from metainfer.backends.triton.emit.tiles import rotary
 from metainfer.backends.triton.launch import Launch
 from metainfer.ir.graph import Graph, Op
 from metainfer.ir.interpret import unify
+from metainfer.ir.step import is_step_field
 from metainfer.ir.types import TensorType
 
 
@@ -21,7 +22,7 @@ def launches(call: TorchCall) -> Sequence[Launch]:
     """The launch of a group; none if a result is empty."""
     graph = body_of(call.op)
     strided, unit_last = strided_of(call)
-    emitted = emit(graph, strided, unit_last)
+    emitted = emit(graph, strided, unit_last, settled_of(call.op))
     env = sizes_of(graph, call)
     rows = [math.prod(n.evaluate(env) for n in s.lead) for s in emitted.spaces]
     programs = max(-(-n // s.rows) for n, s in zip(rows, emitted.spaces, strict=True))
@@ -37,6 +38,11 @@ def launches(call: TorchCall) -> Sequence[Launch]:
             is_early=True,
         ),
     )  # fmt: skip
+
+
+def settled_of(op: Op) -> frozenset[int]:
+    """Operands that no launch of a step writes: weights, and the step's own fields."""
+    return frozenset(i for i, v in enumerate(op.operands) if v.is_weight or is_step_field(v))
 
 
 def strided_of(call: TorchCall) -> tuple[frozenset[int], frozenset[int]]:

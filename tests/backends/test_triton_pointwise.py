@@ -1,5 +1,6 @@
 """Emitted groups: numbers in Triton's interpreter, code for cards that are not here, refusals."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,9 +25,10 @@ from triton_groups import (
 from triton_worker import check_compiles, check_interpreted, refused
 
 from metainfer.backends.torch.check import make_op
-from metainfer.backends.triton.emit.source import body_of, emit
+from metainfer.backends.triton.emit.source import body_of, emit, waiting
+from metainfer.backends.triton.pointwise import settled_of
 from metainfer.ir.dtypes import BF16, I32, parse_dtype
-from metainfer.ir.graph import Op
+from metainfer.ir.graph import Op, Value
 from metainfer.ir.parser import parse_graph
 from metainfer.ir.types import tensor
 
@@ -74,7 +76,46 @@ def test_groups_of_a_part_of_the_rows(kind: str, part: str) -> None:
 def test_keys_and_values_are_written(kind: str, interleaved: bool) -> None:
     for tokens, width in ((5, 16), (1, 6)):
         op, data = writing_group(kind, tokens, width, interleaved)
-        check_group(op, data, {"T": tokens})
+        check_group(as_in_a_plan(op), data, {"T": tokens})
+
+
+def as_in_a_plan(op: Op) -> Op:
+    """Positions and slots are fields of the step, what is no tensor of tokens is a weight."""
+
+    def named(value: Value) -> Value:
+        if value.is_state or value.name == "%x":
+            return value
+        fields = {"%p": "step.positions", "%slots": "step.slots"}
+        return replace(value, name=fields.get(value.name, f"@{value.name[1:]}"))
+
+    return replace(op, operands=tuple(map(named, op.operands)))
+
+
+@pytest.mark.parametrize("kind", ["rope_kv_write", "qk_norm_rope_kv_write"])
+def test_what_no_launch_writes_is_read_before_the_launch_in_front_has_ended(kind: str) -> None:
+    op = as_in_a_plan(writing_group(kind, 5, 16, False)[0])
+    assert op.body is not None
+    settled = settled_of(op)
+    given = [f"x{i}" for i in range(len(op.operands)) if not op.operands[i].is_state]
+    before, after = emit(body_of(op), NONE, NONE, settled).text.split("early.wait_for_last(EARLY)")
+    body = before.split("early.let_next(EARLY)")[1]
+    loaded = set(re.findall(r"tl\.load\((\w+)", body))
+    assert loaded == {"cos0", "sin0", *(x for x in given if int(x[1:]) in settled)}
+    assert set(re.findall(r"tl\.load\((\w+)", after)) == {"x0"}
+    assert "early.wait(EARLY)" in emit(body_of(op), NONE, NONE).text
+
+
+def test_a_name_that_a_loop_changes_is_read_after_the_wait() -> None:
+    lines = [
+        "    a = tl.load(w)", "    t = 0.0", "    n = a + 1", "    for k in range(4):",
+        "        t = t + tl.load(x + k)", "    u = t + n", "    n = u", "    n = 3", "    y = n",
+        "    tl.store(z, y)",
+    ]  # fmt: skip
+    made = waiting(lines, ["x", "z"])
+    at = made.index("    early.wait_for_last(EARLY)")
+    assert made[:at] == ["    early.let_next(EARLY)", *lines[:3]]
+    assert made[at + 1 :] == lines[3:]
+    assert waiting(lines[1:], ["x", "z"])[0] == "    early.wait(EARLY)"
 
 
 @pytest.mark.parametrize("kind", ["rope_kv_write", "qk_norm_rope_kv_write"])

@@ -72,14 +72,25 @@ class Emitted:
         return getattr(module_of(self.name, self.text), self.name)
 
 
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_MADE = re.compile(r"^ *(?:for )?(\w+) (?:=|in) ")  # names that a statement gives a value
+# Kinds of parameters that point to what launches of a step may write.
+_WRITTEN = ("operand", "part", "field", "output", "made")
+
+
 @lru_cache(maxsize=1024)
-def emit(graph: Graph, strided: frozenset[int], unit_last: frozenset[int]) -> Emitted:
+def emit(
+    graph: Graph, strided: frozenset[int], unit_last: frozenset[int],
+    settled: frozenset[int] = frozenset(),
+) -> Emitted:  # fmt: skip
     """Emit a group.
 
     Args:
         graph: its body, inputs in the order of the group's operands.
         strided: operands that are views with gaps.
         unit_last: those of them whose last dim is dense.
+        settled: operands that no launch of a step writes: what is made of them alone is made
+            before the launch in front has ended.
 
     Raises: Unsupported naming what the emitter cannot do.
     """
@@ -92,7 +103,8 @@ def emit(graph: Graph, strided: frozenset[int], unit_last: frozenset[int]) -> Em
     name = re.sub(r"\W", "_", graph.name) or "group"
     name = f"{name}_" if name[0].isdigit() else name
     warps = next((w for most, w in _WARPS if body.elements <= most), _MOST_WARPS)
-    text = _text(name, graph, parameters, lines)
+    others = [p for p in parameters if p.kind in _WRITTEN and p.number not in settled]
+    text = _text(name, graph, parameters, waiting(lines, [p.name for p in others]))
     return Emitted(
         name, text, parameters, tuple(body.spaces), body.is_chunked, tuple(body.arguments.tables),
         warps,
@@ -215,6 +227,26 @@ def without_unused(lines: list[str]) -> list[str]:
     return kept
 
 
+def waiting(lines: list[str], others: list[str]) -> list[str]:
+    """Statements with the wait for the launch in front among them.
+
+    Args:
+        lines: statements; those of loops are left where they are.
+        others: parameters that the launch in front may still write: what reads them comes after.
+    """
+    before, after, late = list[str](), list[str](), set(others)
+    for line in lines:
+        alone = re.fullmatch(r"    (\w+) = (.*)", line)
+        if alone and late.isdisjoint({alone[1], *_NAME.findall(alone[2])}):
+            before.append(line)
+            continue
+        after.append(line)
+        late.update(_MADE.findall(line))
+    if not any("tl.load" in line for line in before):
+        return ["    early.wait(EARLY)", *lines]
+    return ["    early.let_next(EARLY)", *before, "    early.wait_for_last(EARLY)", *after]
+
+
 def _text(name: str, graph: Graph, parameters: tuple[Parameter, ...], lines: list[str]) -> str:
     numbers = [p.name for p in parameters if p.kind in ("rows", "size")]
     head = "@triton.jit"
@@ -226,7 +258,6 @@ def _text(name: str, graph: Graph, parameters: tuple[Parameter, ...], lines: lis
     if len(signature) > _LINE:
         listed = "".join(f"    {n},\n" for n in named)
         signature = f"def {name}(\n{listed}):"
-    lines = ["    early.wait(EARLY)", *lines]
     imports = ["import triton", "import triton.language as tl", *templates_of(lines)]
     comments = [
         f"# {p.name}: {_described(p, graph)}" for p in parameters if p.kind in ("operand", "output")
