@@ -6,7 +6,15 @@ import numpy as np
 import torch
 
 from metainfer.backends.triton.interpreter import prepare
-from metainfer.backends.triton.sampling import FAULTS, Draw, launches, packed
+from metainfer.backends.triton.sampling import (
+    FAULTS,
+    Draw,
+    Scratch,
+    filters_of,
+    launches,
+    packed,
+    scratch_of,
+)
 from metainfer.runtime.noise import Noise
 from metainfer.runtime.sampling import SamplingParams, check_finite
 
@@ -31,7 +39,8 @@ class DeviceSampler:
         prepare(device.type)
         self._device = device
         self._is_gpu = device.type == "cuda"
-        self._rows = 0
+        self._rows = self._width = 0
+        self._scratch: Scratch | None = None
 
     def ids(
         self, logits: torch.Tensor, draws: Sequence[Draw], names: Sequence[str] = ()
@@ -46,13 +55,13 @@ class DeviceSampler:
         Shapes: logits [R, V] -> int64 [R].
         Raises: MetainferError if a row has no finite largest logit.
         """
-        rows = len(draws)
-        self._reserve(rows)
+        rows, width = len(draws), logits.shape[1]
+        scratch = self._reserve(rows, width)
         words = torch.from_numpy(packed(draws))
         self._given[: len(words)].copy_(words)
         there, ids = self._there[: len(words)], self._ids[:rows]
         there.copy_(self._given[: len(words)], non_blocking=True)
-        for launch in launches(logits, there, ids):
+        for launch in launches(logits, there, ids, scratch, filters_of(draws, width)):
             launch.run()
         self._found[:rows].copy_(ids, non_blocking=True)
         if self._is_gpu:
@@ -61,11 +70,11 @@ class DeviceSampler:
         check_finite(torch.tensor([FAULTS.get(int(n), 0.0) for n in found]), names)
         return found
 
-    def _reserve(self, rows: int) -> None:
+    def _reserve(self, rows: int, width: int) -> Scratch:
         """Room for rows, in pinned memory and on the device; it grows by doubling."""
-        if rows <= self._rows:
-            return
-        self._rows = 1 << (rows - 1).bit_length()
+        if self._scratch is not None and rows <= self._rows and width == self._width:
+            return self._scratch
+        self._rows, self._width = 1 << max(rows - 1, 0).bit_length(), width
         words = len(packed([Draw()])) * self._rows
 
         def held(size: int, pinned: bool) -> torch.Tensor:
@@ -75,3 +84,5 @@ class DeviceSampler:
 
         self._given, self._there = held(words, True), held(words, False)
         self._found, self._ids = held(self._rows, True), held(self._rows, False)
+        self._scratch = scratch_of(self._rows, width, self._device)
+        return self._scratch

@@ -1,7 +1,8 @@
 """Sampling on the device that the logits lie on: only token ids travel to the host."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,8 +10,13 @@ import torch
 from metainfer.backends.triton.attention import power_above
 from metainfer.backends.triton.launch import Launch
 
-_BLOCK = 4096
+_BLOCK = 4096  # numbers of a program
 _WARPS = 8
+_GROUP = 64  # numbers whose largest one is kept
+_LOOSE = 16  # bits of a rank that tell where top_k may cut
+_WAYS = 16  # thresholds that are tried at once
+_SLICE = 1024  # numbers that are held against them at once
+_BINS_BITS = 12  # of a key, found by one launch
 # What a row's token is where its logits have no finite largest one.
 FAULTS = {-1: float("nan"), -2: float("inf"), -3: float("-inf")}
 
@@ -45,23 +51,155 @@ def packed(draws: Sequence[Draw]) -> np.ndarray:
     return np.concatenate([numbers.view(np.int32).ravel(), words.view(np.int32).ravel()])
 
 
-def launches(logits: torch.Tensor, draws: torch.Tensor, ids: torch.Tensor) -> tuple[Launch, ...]:
+@dataclass(frozen=True)
+class Filters:
+    """Which filters some row of a launch has: the launches that they need are made.
+
+    Attributes:
+        top_k: some row keeps fewer tokens than there are.
+        top_p: some row keeps a part of all tokens' probability.
+        wide: some row does so without top_k.
+        min_p: some row has min_p.
+    """
+
+    top_k: bool = True
+    top_p: bool = True
+    wide: bool = True
+    min_p: bool = True
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is one at all."""
+        return self.top_k or self.top_p or self.min_p
+
+
+def filters_of(draws: Sequence[Draw], width: int) -> Filters:
+    """What some draws from ``width`` tokens need."""
+    drawn = [d for d in draws if d.temperature > 0]
+    limited = [0 < d.top_k < width for d in drawn]
+    return Filters(
+        any(limited),
+        any(d.top_p < 1 for d in drawn),
+        any(d.top_p < 1 and not k for d, k in zip(drawn, limited, strict=True)),
+        any(d.min_p > 0 for d in drawn),
+    )
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What programs of a launch leave for each other and for later launches, for some rows.
+
+    Attributes:
+        arrived: i32 [R], zeros between launches.
+        best: f32 [R, parts, 2].
+        where: i32 [R, parts].
+        state: i64 [R, FIELDS].
+        maxima: f32 [R, groups].
+        sums: f32 [R, parts, WAYS].
+        bins: i64 [R, 2 ** BINS_BITS], zeros between launches.
+    """
+
+    arrived: torch.Tensor
+    best: torch.Tensor
+    where: torch.Tensor
+    state: torch.Tensor
+    maxima: torch.Tensor
+    sums: torch.Tensor
+    bins: torch.Tensor
+
+
+def scratch_of(rows: int, width: int, device: torch.device) -> Scratch:
+    """Make room for launches of up to ``rows`` rows of ``width`` tokens."""
+    from metainfer.backends.triton.templates.sample_rows import FIELDS
+
+    _, parts, groups = _blocks(width)
+
+    def made(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.zeros(rows, *shape, dtype=dtype, device=device)
+
+    return Scratch(
+        made(torch.int32), made(torch.float32, parts, 2), made(torch.int32, parts),
+        made(torch.int64, FIELDS.value), made(torch.float32, groups),
+        made(torch.float32, parts, _WAYS), made(torch.int64, 1 << _BINS_BITS),
+    )  # fmt: skip
+
+
+def _blocks(width: int) -> tuple[int, int, int]:
+    """How a row is shared: (numbers of a block, how many blocks, groups of numbers in all)."""
+    block = min(_BLOCK, power_above(max(width, 4)))
+    parts = -(-width // block)
+    return block, parts, parts * (block // min(_GROUP, block))
+
+
+def launches(
+    logits: torch.Tensor,
+    draws: torch.Tensor,
+    ids: torch.Tensor,
+    scratch: Scratch,
+    filters: Filters,
+) -> tuple[Launch, ...]:
     """Choose a token for each row, or say what is wrong with its logits (`FAULTS`).
 
-    Shapes: logits [R, V], draws i32 [R * 7] as `packed`, ids i32 [R].
+    A row's token depends neither on the other rows nor on which filters those have.
+
+    Args:
+        logits: of the rows.
+        draws: of the rows, as `packed`.
+        ids: what is chosen.
+        scratch: room for as many rows or more.
+        filters: at least those that the rows have.
+
+    Shapes: logits [R, V], draws i32 [R * 7], ids i32 [R].
     """
     # Imported where it is launched: templates need Triton.
-    from metainfer.backends.triton.templates.sample_rows import sample_rows
+    from metainfer.backends.triton.templates import sample_rows as rules
 
     rows, width = logits.shape
     if rows == 0:
         return ()
-    arguments = {
-        "logits": logits, "ids": ids, "numbers": draws[: rows * 3].view(torch.float32),
-        "words": draws[rows * 3 : rows * 7], "V": width, "row_stride": logits.stride(0),
+    block, parts, groups = _blocks(width)
+    common = {
+        "logits": logits, "numbers": draws[: rows * 3].view(torch.float32),
+        "words": draws[rows * 3 : rows * 7], "state": scratch.state, "arrived": scratch.arrived,
+        "V": width, "row_stride": logits.stride(0), "parts": parts,
     }  # fmt: skip
-    constants = {
-        "RANKS": 16 if logits.dtype == torch.bfloat16 else 32,
-        "PLACES": max(width - 1, 1).bit_length(), "BLOCK": min(_BLOCK, power_above(width)),
-    }  # fmt: skip
-    return (Launch(sample_rows, (rows,), arguments, constants, num_warps=_WARPS),)
+    ranks, places = 16 if logits.dtype == torch.bfloat16 else 32, max(width - 1, 1).bit_length()
+    keys = {"RANKS": ranks, "PLACES": places, "BLOCK": block}
+
+    def launch(function: Any, more: dict[str, Any], constants: dict[str, Any]) -> Launch:
+        constants = {**keys, **constants}
+        return Launch(
+            function,
+            (rows * parts,),
+            {**common, **more},
+            constants,
+            num_warps=_WARPS,
+            is_early=True,
+        )
+
+    found = []
+    bins = {"bins": scratch.bins}
+    levels = -(-(ranks + places) // _BINS_BITS)
+    if filters.is_any:
+        group = {"GROUP": min(_GROUP, block), "GROUPS": power_above(groups), "LOOSE": _LOOSE}
+        found.append(launch(rules.survey, {"maxima": scratch.maxima}, group))
+    if filters.top_k:
+        fixed = {"COUNT": True, "OPENS": False, "BINS_BITS": _BINS_BITS}
+        found += [launch(rules.narrow, bins, fixed)] * levels
+    if filters.wide:
+        ways = {"WAYS": _WAYS, "PARTS": power_above(parts), "SLICE": min(_SLICE, block)}
+        found.append(launch(rules.coarse, {"sums": scratch.sums}, ways))
+    if filters.top_p:
+        for level in range(levels):
+            opens = level == 0 and filters.top_k
+            fixed = {"COUNT": False, "OPENS": opens, "BINS_BITS": _BINS_BITS}
+            found.append(launch(rules.narrow, bins, fixed))
+    left = {"ids": ids, "best": scratch.best, "where": scratch.where}
+    fixed = {"FILTERED": filters.is_any, "PARTS": power_above(parts)}
+    found.append(launch(rules.race, left, fixed))
+    return (_waiting(found[0]), *found[1:])
+
+
+def _waiting(launch: Launch) -> Launch:
+    """A launch that starts when all in front of it has ended, copies too."""
+    return replace(launch, is_early=False, constants={**launch.constants, "EARLY": False})

@@ -1,17 +1,20 @@
 """Tokens chosen by the GPU's kernel: those that the host chooses, from the same noise."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from triton_worker import CARDS, interpreted
 
-from metainfer.backends.triton.cross import resources_of
-from metainfer.backends.triton.sampling import launches
+from metainfer.backends.triton.cross import faults_of, resources_of
+from metainfer.backends.triton.sampling import Draw, Filters, filters_of, launches, scratch_of
 from metainfer.ir.errors import MetainferError
 from metainfer.runtime.device_sampling import DeviceSampler, draw_of
 from metainfer.runtime.sampling import SamplingParams, sample
 
 INF = float("inf")
+NOTHING = Filters(False, False, False, False)
 # Filters alone and together, and their ends: all, one, none of them does anything.
 PARAMS = (
     SamplingParams(),
@@ -64,12 +67,42 @@ def by_host(logits: torch.Tensor) -> list[int]:
     return sample(logits.float(), params, noises).tolist()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)]
-)
-def test_the_same_tokens_as_on_the_host(dtype: torch.dtype) -> None:
-    logits = rows(45, dtype)
+# One block of a row, and several.
+@pytest.mark.parametrize(("width", "dtype"), [(45, torch.float32), (9000, torch.bfloat16)])
+def test_the_same_tokens_as_on_the_host(width: int, dtype: torch.dtype) -> None:
+    logits = rows(width, dtype)
     assert interpreted(by_device, logits) == by_host(logits)
+
+
+def alone_and_together(logits: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Tokens of rows by one sampler: each by itself, then all at once."""
+    sampler, draws = DeviceSampler(logits.device), []
+    for place, params in enumerate(PARAMS):
+        own = params_of(params, place)
+        draws.append(draw_of(own, own.noise()))
+    alone = [
+        sampler.ids(logits[i : i + 1], draws[i : i + 1]).tolist()[0] for i in range(len(draws))
+    ]
+    return alone, sampler.ids(logits, draws).tolist()
+
+
+def test_a_rows_token_does_not_depend_on_the_others() -> None:
+    alone, together = interpreted(alone_and_together, rows(45, torch.bfloat16))
+    assert alone == together
+
+
+def test_launches_are_those_that_some_row_needs() -> None:
+    plain, limited = Draw(1.0), Draw(1.0, top_k=5)
+    assert filters_of([Draw(), plain, Draw(0.0, 5, 0.5, 0.1)], 45) == NOTHING
+    assert filters_of([plain, Draw(1.0, top_k=45)], 45) == NOTHING
+    assert filters_of([limited], 45) == Filters(True, False, False, False)
+    assert filters_of([replace(limited, top_p=0.5)], 45) == Filters(True, True, False, False)
+    assert filters_of([Draw(1.0, top_p=0.5)], 45) == Filters(False, True, True, False)
+    assert filters_of([Draw(1.0, min_p=0.5)], 45) == Filters(False, False, False, True)
+    logits = torch.empty(2, 45, device="meta")
+    given, ids = (torch.empty(n, dtype=torch.int32, device="meta") for n in (14, 2))
+    made = launches(logits, given, ids, scratch_of(2, 45, logits.device), NOTHING)
+    assert [launch.function.__name__ for launch in made] == ["race"]
 
 
 @pytest.mark.parametrize("bad", [[float("nan"), 0.0], [0.0, INF], [-INF, -INF]])
@@ -87,8 +120,9 @@ def test_it_fits_cards_that_are_not_here(card: str, dtype: torch.dtype) -> None:
     empty = torch.empty(8, dtype=torch.int32, device="meta")
     draws = torch.empty(56, dtype=torch.int32, device="meta")
     logits = torch.empty(8, 128256, dtype=dtype, device="meta")
-    (launch,) = launches(logits, draws, empty)
-    assert resources_of(launch, CARDS[card]).spilled_bytes == 0
+    scratch = scratch_of(8, 128256, empty.device)
+    for launch in launches(logits, draws, empty, scratch, Filters()):
+        assert not faults_of(resources_of(launch, CARDS[card]), launch, CARDS[card])
 
 
 @pytest.mark.gpu
