@@ -1,8 +1,10 @@
 """The engine: prompts in, answers out; requests of any lengths share the steps of one runner."""
 
 import time
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn, cast
 
 import numpy as np
 
@@ -11,12 +13,31 @@ from metainfer.runtime.chat import Message, encode_chat
 from metainfer.runtime.device_sampling import draw_of
 from metainfer.runtime.replicas import Replicas, Round
 from metainfer.runtime.requests import Clock, Completion, Piece, Request
-from metainfer.runtime.runner import SamplingRunner, StepRunner
+from metainfer.runtime.runner import AheadRunner, SamplingRunner, StepRunner
 from metainfer.runtime.sampling import SamplingParams, sample
 from metainfer.runtime.scheduler import PoolCapacity
 from metainfer.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step on its way.
+
+    Attributes:
+        round: what it computes.
+        sampled: the requests that get a token, in the order of the tokens.
+        tokens: gives the tokens when they are there, or raises what the step raised.
+        wait: until nothing of it runs any more.
+        began: when it was started.
+    """
+
+    round: Round
+    sampled: tuple[Request, ...]
+    tokens: Callable[[], np.ndarray]
+    wait: Callable[[], None]
+    began: float
 
 
 @dataclass
@@ -49,6 +70,14 @@ class Counters:
             self.decode_steps += 1
             self.decode_tokens += done.num_tokens
             self.decode_us += duration_us
+
+
+def _raised(error: BaseException) -> NoReturn:
+    raise error
+
+
+def _nothing() -> None:
+    """What waits for a step that is done."""
 
 
 class Engine:
@@ -90,6 +119,10 @@ class Engine:
         self._clock = clock
         self._replicas = Replicas(runner)
         self._num_requests = 0
+        self._flight: _Flight | None = None
+        self._last_landed = float("-inf")
+        is_ahead = isinstance(runner, AheadRunner) and runner.samples_on_device
+        self._ahead = cast(AheadRunner, runner) if is_ahead else None
 
     @property
     def plan_hash(self) -> str:
@@ -174,11 +207,14 @@ class Engine:
     def step(self) -> tuple[Request, ...]:
         """Run one step and return the requests that got a token.
 
+        Where the runner chooses tokens on its device and the next step is known already, that one
+        is started before this one's tokens are read: the host works beside the device.
+
         Raises: whatever the step raised. Its requests have it as their ``error`` and their pages
             are free; all others are untouched and go on with the next step.
         """
-        found = self._replicas.next_round()
-        return () if found is None else self._execute(found)
+        flight = self._taken_off()
+        return () if flight is None else self._landed(flight)
 
     def cancel(self, request: Request) -> None:
         """Drop a request and free its pages; one that is done is left as it is."""
@@ -187,38 +223,85 @@ class Engine:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _execute(self, todo: Round) -> tuple[Request, ...]:
+    def _taken_off(self) -> _Flight | None:
+        """The step whose tokens come next: one that is on its way, or a new one."""
+        flight, self._flight = self._flight, None
+        if flight is not None and all(r.is_done for r in flight.sampled):
+            # Its sequences ended with the step before: their pages may be others' from now on.
+            flight.wait()
+            flight = None
+        if flight is not None:
+            return flight
+        found = self._replicas.next_round()
+        return None if found is None else self._started(found)
+
+    def _started(self, todo: Round, front: _Flight | None = None) -> _Flight:
+        """Start a step; behind one that chooses its tokens, if there is one in front.
+
+        What it raises comes out where its tokens are asked for.
+        """
+        sampled = tuple(c.request for c in todo.chunks if c.is_sampled)
         began = self._clock()
+        for chunk in todo.chunks:
+            chunk.request.start()
         try:
-            sampled = self._run(todo)
+            tokens, wait = self._chosen(todo, sampled, front)
         except BaseException as error:
-            for chunk in todo.chunks:
+            tokens, wait = partial(_raised, error), _nothing
+        return _Flight(todo, sampled, tokens, wait, began)
+
+    def _landed(self, flight: _Flight) -> tuple[Request, ...]:
+        """Read a step's tokens, having started the next one if that is known."""
+        follows = self._replicas.following(flight.round) if self._ahead is not None else None
+        if follows is not None:
+            self._flight = self._started(follows, flight)
+        try:
+            sampled = self._accepted(flight, flight.tokens())
+        except BaseException as error:
+            for chunk in flight.round.chunks:
                 self._fail(chunk.request, error)
             raise
         for request in sampled:
             if request.is_done:
                 self._replicas.remove(request)
-        self.counters.add(todo, (self._clock() - began) * 1e6)
+        now = self._clock()
+        self.counters.add(flight.round, (now - max(flight.began, self._last_landed)) * 1e6)
+        self._last_landed = now
         return sampled
 
-    def _run(self, todo: Round) -> tuple[Request, ...]:
-        for chunk in todo.chunks:
-            chunk.request.start()
-        sampled = tuple(c.request for c in todo.chunks if c.is_sampled)
-        ids = self._chosen(todo, sampled)
-        for chunk in todo.chunks:
+    def _accepted(self, flight: _Flight, ids: np.ndarray) -> tuple[Request, ...]:
+        """Give requests their tokens; one that ended while the step was on its way gets none."""
+        for chunk in flight.round.chunks:
             chunk.request.computed = chunk.end
-        for request, token in zip(sampled, ids.tolist(), strict=True):
-            request.accept(token, self.end_ids)
-        return sampled
+        given = list[Request]()
+        for request, token in zip(flight.sampled, ids.tolist(), strict=True):
+            if not request.is_done:
+                request.accept(token, self.end_ids)
+                given.append(request)
+        return tuple(given)
 
-    def _chosen(self, todo: Round, sampled: Sequence[Request]) -> np.ndarray:
-        """Execute a step; a token for each request that gets one."""
+    def _chosen(
+        self, todo: Round, sampled: Sequence[Request], front: _Flight | None
+    ) -> tuple[Callable[[], np.ndarray], Callable[[], None]]:
+        """Start a step; what gives a token for each request that gets one, and what waits."""
         names = [f"request {r.number}" for r in sampled]
+        if self._ahead is not None:
+            draws = [draw_of(r.params, r.noise) for r in sampled]
+            sources = None if front is None else [front.sampled.index(r) for r in sampled]
+            chosen = self._replicas.start_sampled(self._ahead, todo, draws, names, sources)
+            return lambda: chosen.ids()[: len(sampled)], chosen.wait
         runner = self.runner
         if isinstance(runner, SamplingRunner) and runner.samples_on_device:
             draws = [draw_of(r.params, r.noise) for r in sampled]
-            return self._replicas.run_sampled(runner, todo, draws, names)
+            ids = self._replicas.run_sampled(runner, todo, draws, names)
+        else:
+            ids = self._sampled_here(todo, sampled, names)
+        return lambda: ids, _nothing
+
+    def _sampled_here(
+        self, todo: Round, sampled: Sequence[Request], names: Sequence[str]
+    ) -> np.ndarray:
+        """Execute a step and choose its tokens on the host."""
         logits = self._replicas.run(todo)
         if not sampled:
             return np.empty(0, np.int64)
@@ -241,10 +324,10 @@ class Engine:
         failed = next((r.error for r in own if r.error is not None), None)
         if failed is not None:
             raise failed
-        found = self._replicas.next_round()
-        assert found is not None
+        flight = self._taken_off()
+        assert flight is not None
         try:
-            self._execute(found)
+            self._landed(flight)
         except Exception:
             # A step of other requests alone: whoever waits for those meets their error.
             if any(r.error is not None for r in own):

@@ -18,14 +18,14 @@ from metainfer.ir.graph import Module, Value
 from metainfer.ir.interpret import unify
 from metainfer.ir.plan import Plan
 from metainfer.ir.verify import verify_module
-from metainfer.runtime.device_sampling import DeviceSampler
+from metainfer.runtime.device_sampling import Chosen, DeviceSampler
 from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
 from metainfer.runtime.fallback import Standbys, settled
 from metainfer.runtime.graphs import Step, StepGraphs, bucket
 from metainfer.runtime.legality import check_kernels
 from metainfer.runtime.readback import Readback
 from metainfer.runtime.scheduler import pad_step
-from metainfer.runtime.step_record import TOKENS
+from metainfer.runtime.step_record import SOURCES, TOKENS
 from metainfer.runtime.storage import Storage
 from metainfer.runtime.weights import Provider, WeightStore
 from metainfer.runtime.workspace import workspace_bytes
@@ -113,30 +113,60 @@ class LoadedModel:
         names: Sequence[str],
     ) -> np.ndarray:
         """Run one step and choose its tokens (`runtime.runner.SamplingRunner`)."""
+        return self.start_sampled(phase, tokens, step, draws, names).ids()
+
+    def start_sampled(
+        self,
+        phase: str,
+        tokens: np.ndarray,
+        step: Mapping[str, np.ndarray],
+        draws: Sequence[Draw],
+        names: Sequence[str],
+        sources: np.ndarray | None = None,
+    ) -> Chosen:
+        """Start one step and the choice of its tokens (`runtime.runner.AheadRunner`)."""
         assert self._sampler is not None
-        return self._sampler.ids(self._logits(phase, tokens, step), draws, names)
+        return self._sampler.start(self._logits(phase, tokens, step, sources), draws, names)
 
     def _logits(
-        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
+        self,
+        phase: str,
+        tokens: np.ndarray,
+        step: Mapping[str, np.ndarray],
+        sources: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Run one step; its logits where they lie, valid until the next run."""
         if phase == "decode" and self._graphs is not None:
-            return self._replayed(self._graphs, tokens, step)
-        executor, env = self._prepare(phase, tokens, step)
+            return self._replayed(self._graphs, tokens, step, sources)
+        executor, env = self._prepare(phase, tokens, step, sources)
         executor.run(env)
         return executor.output(0, env)
 
     def _replayed(
-        self, graphs: StepGraphs, tokens: np.ndarray, step: Mapping[str, np.ndarray]
-    ) -> torch.Tensor:
+        self, graphs: StepGraphs, tokens: np.ndarray, step: Mapping[str, np.ndarray],
+        sources: np.ndarray | None,
+    ) -> torch.Tensor:  # fmt: skip
         """A decode step as one graph of its bucket of sizes; padded rows are cut off again."""
         rows = len(step["sample_rows"])
         tokens, step = self._in_bucket(tokens, step)
         _, env = self._sized("decode", tokens, step)
-        self._storage.set_step({**step, TOKENS: tokens})
+        self._set_step(tokens, step, sources)
         made = graphs.step(env, lambda: self._capturable(env))
         graphs.run(env)
         return made.outputs[0][:rows]
+
+    def _set_step(
+        self, tokens: np.ndarray, step: Mapping[str, np.ndarray], sources: np.ndarray | None
+    ) -> None:
+        """Copy the record and the tokens in, or take those that the step in front chooses."""
+        if sources is None:
+            self._storage.set_step({**step, TOKENS: tokens})
+            return
+        assert self._sampler is not None
+        self._storage.set_step({**step, TOKENS: tokens, SOURCES: sources})
+        count = len(sources)
+        given = self._storage.step_field(TOKENS)[:count]
+        self._sampler.feed(self._storage.step_field(SOURCES)[:count], given)
 
     def _in_bucket(
         self, tokens: np.ndarray, step: Mapping[str, np.ndarray]
@@ -205,11 +235,12 @@ class LoadedModel:
         return self._readback.numbers(executor.output(0, env))
 
     def _prepare(
-        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray]
-    ) -> tuple[PhaseExecutor, dict[str, int]]:
+        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray],
+        sources: np.ndarray | None = None,
+    ) -> tuple[PhaseExecutor, dict[str, int]]:  # fmt: skip
         executor, env = self._sized(phase, tokens, step)
-        self._storage.set_step(step)
-        executor.input(0, env).copy_(torch.from_numpy(np.ascontiguousarray(tokens, np.int32)))
+        self._set_step(tokens, step, sources)
+        executor.input(0, env).copy_(self._storage.step_field(TOKENS)[: env["T"]])
         return executor, env
 
     def _sized(

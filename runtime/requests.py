@@ -162,6 +162,11 @@ class Request:
         return self.computed < self.prompt_tokens
 
     @property
+    def ends_with_next(self) -> bool:
+        """Whether its next token is its last, whatever it is."""
+        return self.generated_tokens + 1 >= self.params.max_tokens
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing more will come: a complete answer, an error, or cancelled."""
         ended = self.finish_reason is not None or self.error is not None

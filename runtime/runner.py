@@ -75,6 +75,49 @@ class SamplingRunner(StepRunner, Protocol):
         ...
 
 
+class Chosen(Protocol):
+    """Tokens that a step chooses, on their way to the host."""
+
+    def wait(self) -> None:
+        """Wait until the step is done."""
+        ...
+
+    def ids(self) -> np.ndarray:
+        """The tokens of the sampled rows; waits for them. Shapes: int64 [R].
+
+        Raises: MetainferError if a row's logits are not finite.
+        """
+        ...
+
+
+@runtime_checkable
+class AheadRunner(SamplingRunner, Protocol):
+    """A sampling runner that takes a step while the one before it still runs."""
+
+    def start_sampled(
+        self,
+        phase: str,
+        tokens: np.ndarray,
+        step: Mapping[str, np.ndarray],
+        draws: Sequence[Draw],
+        names: Sequence[str],
+        sources: np.ndarray | None = None,
+    ) -> Chosen:
+        """Start one step; at most two are on their way.
+
+        Args:
+            phase: as `run`.
+            tokens: as `run`; not read where sources are given.
+            step: as `run`.
+            draws: as `run_sampled`.
+            names: as `run_sampled`.
+            sources: rows of the step in front: what each of them chooses is a token of this one.
+
+        Shapes: tokens and sources int32 [T].
+        """
+        ...
+
+
 @runtime_checkable
 class ReplicaRunner(StepRunner, Protocol):
     """A step runner of several replicas, each with states of its own.

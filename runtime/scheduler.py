@@ -42,11 +42,13 @@ class Chunk:
         request: whose they are.
         start: place of the first in its sequence.
         count: how many.
+        is_ahead: whether its one token is not known yet: the step in front chooses it.
     """
 
     request: Request
     start: int
     count: int
+    is_ahead: bool = False
 
     @property
     def end(self) -> int:
@@ -56,7 +58,7 @@ class Chunk:
     @property
     def is_sampled(self) -> bool:
         """Whether the step computes the last known token, so that the next can be sampled."""
-        return self.end == len(self.request.tokens)
+        return self.is_ahead or self.end == len(self.request.tokens)
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,23 @@ class Scheduler:
             chunks = tuple(Chunk(r, r.computed, 1) for r in decoding)
         return Batch(phase, chunks) if chunks else None
 
+    def following(self, batch: Batch) -> Batch | None:
+        """The decode step behind one that still runs, if that is certain to be a decode step.
+
+        It takes the sequences that do not end with that step by their number of tokens; what it
+        computes for one that ends there by its text is dropped. None while a prompt is wanted.
+        """
+        if batch.phase != "decode" or any(r.is_prefilling for r in self._running):
+            return None
+        if self._waiting and len(self._running) < self._max_sequences:
+            return None
+        chunks = tuple(
+            Chunk(c.request, c.end, 1, is_ahead=True)
+            for c in batch.chunks
+            if not c.request.is_done and not c.request.ends_with_next
+        )
+        return Batch("decode", chunks) if chunks else None
+
     def remove(self, request: Request) -> None:
         """Forget a request that ended or is not wanted any more, and free its pages."""
         if request in self._running:
@@ -222,7 +241,7 @@ def build_step(batch: Batch, pages: PageAllocator) -> tuple[np.ndarray, Step]:
     page_table = np.full((len(chunks), max(map(len, tables))), NULL_PAGE, np.int32)
     for b, table in enumerate(tables):
         page_table[b, : len(table)] = table
-    tokens = [t for c in chunks for t in c.request.tokens[c.start : c.end]]
+    tokens = [t for c in chunks for t in _known(c)]
     # Of each row: its sequence, and its place there.
     owners = np.repeat(np.arange(len(chunks)), counts)
     firsts = np.array([c.start for c in chunks], np.int32) - starts[:-1]
@@ -240,6 +259,11 @@ def build_step(batch: Batch, pages: PageAllocator) -> tuple[np.ndarray, Step]:
         "num_valid": np.array([starts[-1], len(chunks)], np.int32),
     }
     return np.array(tokens, np.int32), step
+
+
+def _known(chunk: Chunk) -> list[int]:
+    """Tokens of a chunk; 0 stands for one that is not known yet."""
+    return [0] if chunk.is_ahead else chunk.request.tokens[chunk.start : chunk.end]
 
 
 def pad_step(

@@ -13,7 +13,7 @@ from metainfer.ir.errors import PlanError
 from metainfer.ir.rope import Rope
 from metainfer.ir.step import STEP_FIELDS
 from metainfer.ir.types import StateType
-from metainfer.runtime.step_record import TOKENS, StepRecord
+from metainfer.runtime.step_record import SOURCES, TOKENS, StepRecord
 
 _ROPE_FIELDS = tuple(Rope.__dataclass_fields__)
 
@@ -44,7 +44,7 @@ class Storage:
         self._tables: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         sizes = {name: _most(name, limits) for name in STEP_FIELDS} if has_step else {}
         if has_step:
-            sizes[TOKENS] = sizes["positions"]
+            sizes[TOKENS] = sizes[SOURCES] = sizes["positions"]
         self._record = StepRecord(sizes, device)
 
     def weights_of(self, phase: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 interprets a captured model. Both check every step record that they are given."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +10,16 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
+from metainfer.backends.triton.sampling import Draw
 from metainfer.compiler.capture import capture_language_model
+from metainfer.ir.errors import MetainferError
 from metainfer.ir.flatten import flatten
 from metainfer.ir.interpret import interpret
 from metainfer.ir.step import STEP_FIELDS
 from metainfer.models.decoder import Decoder
 from metainfer.models.decoder_config import DecoderConfig
+from metainfer.runtime.noise import Noise
+from metainfer.runtime.sampling import SamplingParams, sample
 from metainfer.runtime.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -118,6 +122,76 @@ class HashRunner(CheckingRunner):
             history = pages[step["pages"][b]].ravel()[: step["lengths"][b]]
             rows.append(hash_logits(history.tolist(), self.vocab_size))
         return np.stack(rows)
+
+
+class Landing:
+    """A step of an `AheadHashRunner`: computed when somebody waits for it."""
+
+    def __init__(self, runner: "AheadHashRunner", compute: Callable[[], np.ndarray]) -> None:
+        self.runner = runner
+        self.compute = compute
+        self.found: np.ndarray | None = None
+
+    def wait(self) -> None:
+        self.runner.catch_up(self)
+
+    def ids(self) -> np.ndarray:
+        self.wait()
+        assert self.found is not None
+        if (self.found < 0).any():
+            raise MetainferError("the logits are not finite")
+        return self.found
+
+
+class AheadHashRunner(HashRunner):
+    """A device that is always late: steps are computed in order, none before it is waited for."""
+
+    samples_on_device = True
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.queue: list[Landing] = []
+        self.last = np.empty(0, np.int64)
+        self.num_ahead = 0
+
+    def run_sampled(
+        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray],
+        draws: Sequence[Draw], names: Sequence[str],
+    ) -> np.ndarray:  # fmt: skip
+        return self.start_sampled(phase, tokens, step, draws, names).ids()
+
+    def start_sampled(
+        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray],
+        draws: Sequence[Draw], names: Sequence[str], sources: np.ndarray | None = None,
+    ) -> Landing:  # fmt: skip
+        assert len(self.queue) < 2
+        self.check(phase, tokens, step)
+        assert len(draws) == len(step["sample_rows"])
+        self.num_ahead += sources is not None
+        # What the engine hands over may be its own buffers.
+        held = {name: data.copy() for name, data in step.items()}
+
+        def compute() -> np.ndarray:
+            given = tokens if sources is None else np.maximum(self.last[sources], 0)
+            self.log.append(Seen(phase, len(tokens), len(held["lengths"])))
+            return self.choose(self.compute(given.astype(np.int32), held), draws)
+
+        self.queue.append(Landing(self, compute))
+        return self.queue[-1]
+
+    def choose(self, logits: np.ndarray, draws: Sequence[Draw]) -> np.ndarray:
+        if not np.isfinite(logits).all():
+            return np.full(len(logits), -1)
+        params = [SamplingParams(d.temperature, d.top_p, d.top_k, d.min_p) for d in draws]
+        noises = [Noise() for _ in draws]
+        for noise, draw in zip(noises, draws, strict=True):
+            noise.key, noise.position = draw.key, draw.position
+        return sample(logits, params, noises, [""] * len(draws))
+
+    def catch_up(self, wanted: Landing) -> None:
+        while wanted in self.queue:
+            landing = self.queue.pop(0)
+            self.last = landing.found = landing.compute()
 
 
 SMALL = DecoderConfig(

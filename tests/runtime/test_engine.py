@@ -7,6 +7,7 @@ import pytest
 from step_runners import (
     END_ID,
     LETTERS,
+    AheadHashRunner,
     HashRunner,
     InterpretedRunner,
     hash_logits,
@@ -328,3 +329,59 @@ def test_a_long_prompt_does_not_hold_up_decodes() -> None:
         came += [number] * len(short.take()[1])
     assert len(came) == 21
     assert max(b - a for a, b in pairwise(came)) <= 2
+
+
+def test_the_next_step_is_started_before_the_last_ones_tokens_are_read() -> None:
+    runner = AheadHashRunner()
+    engine = Engine(runner, end_ids=())
+    prompts = [[1, 2, 3], [5], [6, 7]]
+    params = [SamplingParams(max_tokens=n) for n in (9, 2, 6)]
+    answers = engine.generate(prompts, params)
+    assert [list(a.token_ids) for a in answers] == [
+        greedy(p, q.max_tokens) for p, q in zip(prompts, params, strict=True)
+    ]
+    assert is_clean(engine)
+    # Eight decode steps; the first one's tokens come from a prefill. None is computed in vain.
+    assert runner.num_ahead == 7
+    assert [s.tokens for s in runner.log] == [6, 3, 2, 2, 2, 2, 1, 1, 1]
+
+
+def test_a_step_that_was_started_for_an_answer_that_ended_is_dropped() -> None:
+    end = greedy([1, 2, 3], 4)[3]
+    runner = AheadHashRunner(num_pages=4, max_context=12)
+    engine = Engine(runner, end_ids={end})
+    first = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9))[0]
+    assert list(first.token_ids) == greedy([1, 2, 3], 4)
+    assert len(runner.queue) == 1
+    # Its pages are another's: what the step writes there comes before.
+    (second,) = engine.generate([[7] * 9], SamplingParams(max_tokens=3))
+    assert list(second.token_ids) == greedy([7] * 9, 3)
+    assert runner.queue == []
+    assert is_clean(engine)
+
+
+def test_an_error_of_a_step_comes_when_its_tokens_are_asked_for() -> None:
+    runner = AheadHashRunner()
+    engine = Engine(runner, end_ids=())
+    request = engine.submit([1, 2], SamplingParams(max_tokens=9))
+    engine.step()
+    runner.fail_at = 3
+    assert engine.step() == (request,)
+    with pytest.raises(RuntimeError, match="fell off the bus"):
+        engine.step()
+    assert isinstance(request.error, RuntimeError)
+    assert request.tokens[2:] == greedy([1, 2], 2)
+    assert is_clean(engine)
+
+
+def test_a_prompt_comes_right_behind_the_step_that_was_started_before_it() -> None:
+    runner = AheadHashRunner()
+    engine = Engine(runner, end_ids=())
+    engine.submit([1, 2], SamplingParams(max_tokens=9))
+    engine.step()
+    engine.step()
+    assert len(runner.queue) == 1
+    late = engine.submit([3, 4], SamplingParams(max_tokens=2))
+    engine.step()
+    assert engine.step() == (late,)
+    assert [s.phase for s in runner.log] == ["prefill", "decode", "decode", "prefill"]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from metainfer.ir.errors import CapacityError
 from metainfer.ir.step import STEP_FIELDS
+from metainfer.runtime.device_sampling import Chosen, DeviceSampler, _Room
 from metainfer.runtime.graphs import bucket
 from metainfer.runtime.step_record import StepRecord
 from metainfer.runtime.storage import Storage
@@ -42,3 +43,13 @@ def test_a_bucket_holds_the_size_and_is_not_twice_as_large(size: int, most: int)
         return
     found = bucket(size, most)
     assert size <= found <= min(2 * size, most) or found == 1
+
+
+def test_choices_become_tokens_where_they_lie() -> None:
+    """A row that had no choice gives a token that exists."""
+    sampler = object.__new__(DeviceSampler)
+    room = _Room(*(torch.tensor([7, -1, 3, 99], dtype=torch.int32) for _ in range(4)))
+    sampler._last = Chosen(room, 3, ())
+    tokens = torch.full((2,), 55, dtype=torch.int32)
+    sampler.feed(torch.tensor([2, 1], dtype=torch.int32), tokens)
+    assert tokens.tolist() == [3, 0]
