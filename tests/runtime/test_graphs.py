@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from captures import Recorder
 from hf_checkpoints import VOCAB, make_checkpoint
 
@@ -57,3 +58,31 @@ def test_a_step_that_cannot_be_captured_runs_launch_by_launch_and_says_so(
     assert len(recorder.caught) == 1
     (note,) = model.run_notes
     assert note.endswith("launch by launch, no graph holds them: a copy from the host")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_steps_that_are_started_ahead_answer_what_steps_one_by_one_answer(tmp_path: Path) -> None:
+    """On a GPU tokens are fed from one step to the next; captured or not, drawn or not."""
+    path = make_checkpoint("llama", tmp_path / "llama")
+    plan = metainfer.compile(
+        str(path), "1xh200", max_tokens=64, max_sequences=5, max_context=64
+    )  # fmt: skip
+    model = metainfer.load(plan, allow_machine_mismatch=True)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCAB, 1 + 7 * n % 20).tolist() for n in range(8)]
+    params = [
+        SamplingParams(n % 3 * 0.7, top_k=n % 4 * 9, seed=n, max_tokens=3 + 4 * n)
+        for n in range(len(prompts))
+    ]
+    for captured in (True, False):
+        if not captured:
+            model.launch_by_launch()
+        for end_ids in ((), range(0, VOCAB, 9)):
+            one_by_one = Engine(model, end_ids=end_ids)
+            assert one_by_one._ahead is not None
+            one_by_one._ahead = None
+            wanted = [a.token_ids for a in one_by_one.generate(prompts, params)]
+            engine = Engine(model, end_ids=end_ids)
+            assert [a.token_ids for a in engine.generate(prompts, params)] == wanted
+            assert len(set(wanted)) > 3
