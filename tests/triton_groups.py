@@ -165,10 +165,14 @@ def group_data(op: Op, tokens: int, below: int = 7) -> list[Any]:
 
 
 def writing_group(
-    kind: str, tokens: int, width: int, interleaved: bool, *, is_rounded: bool = False
-) -> tuple[Op, list[Any]]:
-    """A group that turns queries and keys and writes keys and values; H = 5, G = 2."""
-    norms = kind == "qk_norm_rope_kv_write"
+    kind: str, tokens: int, width: int, interleaved: bool, *, is_rounded: bool = False,
+    inner: int = 0,
+) -> tuple[Op, list[Any]]:  # fmt: skip
+    """A group that turns queries and keys and writes keys and values; H = 5, G = 2.
+
+    With ``inner`` it begins with the product that they are of.
+    """
+    norms = "qk_norm_rope_kv_write" in kind
     d, q, k, w = width, 5 * width, 7 * width, 9 * width
     held = parse_dtype("bf16") if not is_rounded else KV_FP8
     fields = [f for name in "kv" for f in entry_fields(name, tensor(BF16, 2, d), held)]
@@ -178,8 +182,11 @@ def writing_group(
     normed = f"""
       %6 = rms_norm(%3, %q) {{eps = 1e-5}} : bf16[T,5,{d}]
       %7 = rms_norm(%4, %k) {{eps = 1e-5}} : bf16[T,2,{d}]"""
-    graph = parse_graph(f"""graph g(%x: bf16[T,{w}]{weights}, %p: i32[T], %slots: i32[T]) {{
+    given = f"%a: bf16[T,{inner}], %w: bf16[{w},{inner}]" if inner else f"%x: bf16[T,{w}]"
+    product = f"%x = linear(%a, %w) : bf16[T,{w}]" if inner else ""
+    graph = parse_graph(f"""graph g({given}{weights}, %p: i32[T], %slots: i32[T]) {{
       states {{ $kv: {state} }}
+      {product}
       %0 = slice(%x) {{dim = -1, start = 0, stop = {q}}} : bf16[T,{q}]
       %1 = slice(%x) {{dim = -1, start = {q}, stop = {k}}} : bf16[T,{k - q}]
       %2 = slice(%x) {{dim = -1, start = {k}, stop = {w}}} : bf16[T,{w - k}]

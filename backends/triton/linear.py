@@ -391,6 +391,11 @@ SKINNY_TILES: Mapping[str, tuple[Tile, ...]] = {
         (Tile("few16", 16, 64, 128, 4, 5), Tile("few64", 64, 64, 64, 4, 4)),
     ),
 }
+# Of queries, keys and values that are normed: whole heads of 128.
+TURNED_TILES = (
+    Tile("turn16", 16, 128, 64, 4, 5, sharing=264),
+    Tile("turn64", 64, 128, 64, 4, 3, sharing=264),
+)
 # Where gate and up are taken apart two tiles of sums are held: 128 columns of them spill registers.
 _SPLIT = Tile("m128", 128, 64, 128, 8, 3)
 GATED_TILES: Mapping[str, tuple[Tile, ...]] = {

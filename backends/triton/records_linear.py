@@ -16,7 +16,7 @@ from metainfer.backends.kernel import (
 )
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import TorchCall
-from metainfer.backends.triton import gated, linear, skinny
+from metainfer.backends.triton import gated, linear, skinny, turned
 from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import EARLY, Launch, TritonBinder
 from metainfer.backends.triton.linear import (
@@ -24,6 +24,7 @@ from metainfer.backends.triton.linear import (
     SKINNY_TILES,
     STORAGES,
     TILES,
+    TURNED_TILES,
     Storage,
     Tile,
 )
@@ -48,6 +49,11 @@ ROUNDED_TILES = (
     Tile("wide16", 16, 256, 128, 8, 3),
     Tile("wide64", 64, 256, 128, 8, 3),
 )
+# Tiles of products that are queries, keys and values; norms want whole heads.
+TURNED = {
+    turned.PLAIN: ("few16", "head16", "few64", "deep64"),
+    turned.NORMED: ("few16", "few64", "turn16", "turn64"),
+}
 _STREAMED = (
     "memory: H200, captured, launches included, M=1: 0.71 (N=K=4096) to 0.95 (N=28672); M=64 less; "
     "the four products of a layer of Llama-8B one after the other 0.90 to 0.92, M=64 0.79; "
@@ -66,6 +72,8 @@ _EFFICIENCY = {
     ("plain", "few16"): Efficiency(0.85, 0.2, source=_STREAMED),
     ("plain", "deep16"): Efficiency(0.86, 0.2, source=_STREAMED),
     ("plain", "head16"): Efficiency(0.9, 0.2, source=_STREAMED),
+    ("plain", "turn16"): Efficiency(0.86, 0.2, source=_STREAMED),
+    ("plain", "turn64"): Efficiency(0.8, 0.35, source=_STREAMED),
     ("plain", "few64"): Efficiency(0.8, 0.35, source=_STREAMED),
     ("plain", "deep64"): Efficiency(0.82, 0.35, source=_STREAMED),
     ("plain", "wide64"): Efficiency(0.81, 0.35, source=_STREAMED),
@@ -88,6 +96,10 @@ def register_linear(kernels: Registry, layouts: LayoutRegistry) -> None:
         for tile in SKINNY_TILES.get(name, ()):
             for kind in (*KINDS, GATED_KIND):
                 kernels.add(_skinny(kind, storage, tile, layouts))
+    tiles = {tile.name: tile for tile in (*SKINNY_TILES["plain"], *TURNED_TILES)}
+    for kind, names in TURNED.items():
+        for name in names:
+            kernels.add(_turned(kind, STORAGES["plain"], tiles[name], layouts))
     for kind in KINDS:
         for name, storage in STORAGES.items():
             for tile in TILES[name]:
@@ -164,6 +176,22 @@ def _skinny(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) ->
     record = _record(kind, storage, tile, made, needs, layouts, halves=2 if is_gated else 1)
     effort = skinny.effort_of(tile, record.efficiency.compute, 2 if is_gated else 1)
     return replace(record, workspace=skinny.workspace_of(tile), effort=effort)
+
+
+def _turned(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
+    made = turned.launches(storage, tile)
+    state = 3 if kind == turned.PLAIN else 5
+    # Read while others may still write: nothing but weights may be.
+    needs = (
+        feature(EARLY), weight_operand(1), turned.whole_heads(tile), turned.plain_pages(state),
+        *((skinny.one_wave(tile), skinny.room(tile)) if tile.name.startswith("deep") else ()),
+    )  # fmt: skip
+    record = _record(kind, storage, tile, made, needs, layouts)
+    return replace(
+        record, workspace=skinny.workspace_of(tile),
+        effort=turned.effort_of(tile, record.efficiency.compute), error=BF16_STEP,
+        fits=fits(made, {}, layouts),
+    )  # fmt: skip
 
 
 def _gated(storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:

@@ -114,7 +114,7 @@ def launches(
                 {
                     "x": x, "y": y, "weight": pointers, **follows,
                     "partial": scratch[0] if scratch else y,
-                    "arrived": _none_arrived(tiles, x.device) if scratch else y,
+                    "arrived": none_arrived(tiles, x.device) if scratch else y,
                     "rows": rows, "columns": y.shape[-1], "inner": inner,
                 },
                 {
@@ -132,7 +132,7 @@ def launches(
     return made
 
 
-def _none_arrived(tiles: int, device: torch.device) -> torch.Tensor:
+def none_arrived(tiles: int, device: torch.device) -> torch.Tensor:
     """Counts of programs that are done with their parts: each launch leaves them at 0 again."""
     return torch.zeros(tiles, dtype=torch.int32, device=device)
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from torch_samples import fused
+from triton_groups import writing_group
 from triton_products import EPILOGUES, STORED, gated, linear
 from triton_worker import (
     CARDS,
@@ -137,3 +138,44 @@ def test_results_do_not_depend_on_which_part_is_last() -> None:
         interpreted(run_named, "triton.linear_plain_few16", op, data, {}) for _ in range(2)
     )
     assert np.array_equal(first[0], second[0])
+
+
+TURNED_CASES = [
+    ("linear_rope_kv_write", "few16", 64, 5, 192), ("linear_rope_kv_write", "head16", 128, 19, 640),
+    ("linear_rope_kv_write", "deep64", 128, 70, 72), ("linear_rope_kv_write", "few16", 64, 1, 4096),
+    ("linear_qk_norm_rope_kv_write", "turn16", 128, 3, 1100),
+    ("linear_qk_norm_rope_kv_write", "turn64", 128, 65, 136),
+    ("linear_qk_norm_rope_kv_write", "few16", 64, 2, 512),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "tile", "width", "tokens", "inner"), TURNED_CASES)
+def test_queries_keys_and_values_leave_a_product_turned_and_written(
+    kind: str, tile: str, width: int, tokens: int, inner: int
+) -> None:
+    op, data = writing_group(kind, tokens, width, False, inner=inner)
+    data[1] = (data[1].astype(np.float32) / inner**0.5).astype(data[1].dtype)
+    name = f"triton.{kind}_plain_{tile}"
+    assert all("is a weight" in why for why in refused(name, op))
+    check_interpreted(name, op, data, {"T": tokens})
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile", "width", "why"),
+    [
+        ("linear_rope_kv_write", "few16", 96, "heads in tiles of 64 numbers"),
+        ("linear_qk_norm_rope_kv_write", "few16", 128, "whole where normed, found heads of 128"),
+    ],
+)
+def test_heads_that_no_tile_holds_are_refused(kind: str, tile: str, width: int, why: str) -> None:
+    op, _ = writing_group(kind, 3, width, False, inner=64)
+    assert any(why in reason for reason in refused(f"triton.{kind}_plain_{tile}", op))
+
+
+@pytest.mark.parametrize("case", [TURNED_CASES[1], TURNED_CASES[4]], ids=str)
+def test_turned_products_compile_for_cards_that_are_not_here(
+    case: tuple[str, str, int, int, int],
+) -> None:
+    kind, tile, width, tokens, _ = case
+    op, _ = writing_group(kind, tokens, width, False, inner=512)
+    check_compiles(f"triton.{kind}_plain_{tile}", op, {"T": tokens})
