@@ -145,7 +145,8 @@ class Samples:
         positions = max(context, *highs.values(), 1) if highs else context
         storage = Storage(arena.size, highs, self._where, positions, has_step=module.has_step)
         for weight in module.main.weights:
-            storage.add_weight(PHASE, weight.name, self._weight(weight.tensor, number))
+            made = storage.place(self._weight(weight.tensor, number))
+            storage.weights_of(PHASE)[weight.name] = made
         for name, state in flat.states.items():
             storage.add_state(name, state.state, _pages(env))
             for field in storage.states[name].values():

@@ -23,6 +23,7 @@ from triton_worker import check_on_gpu, refused
 from metainfer.backends.registry import installed
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.check import difference, make_call, make_op, run_reference
+from metainfer.backends.triton.records_linear import TURNED
 from metainfer.ir.dtypes import BF16, I32, parse_dtype, quantize
 from metainfer.ir.types import tensor
 
@@ -50,6 +51,18 @@ def test_groups(kind: str, size: str, dtype: str) -> None:
     op = group(kind, dtype, WIDTHS.get(size, 4096))
     for tokens in (1, 300):
         check_group(op, group_data(op, tokens), {"T": tokens}, "cuda")
+
+
+@pytest.mark.parametrize("tokens", [1, 19, 70])
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [(kind, tile) for kind, tiles in TURNED.items() for tile in tiles if "few64" not in tile],
+)
+def test_products_that_are_turned_and_written(kind: str, tile: str, tokens: int) -> None:
+    width = 128 if kind == "linear_rope_kv_write" or tile.startswith("turn") else 64
+    op, data = writing_group(kind, tokens, width, False, inner=2048)
+    data[1] = (data[1].astype(np.float32) / 2048**0.5).astype(data[1].dtype)
+    check_on_gpu(f"triton.{kind}_plain_{tile}", op, data, {"T": tokens})
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
