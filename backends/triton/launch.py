@@ -7,7 +7,7 @@ which hold types and shapes only, they are compiled for a card that need not be 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,14 +50,14 @@ class Launch:
     matrix: str = ""
     is_early: bool = False
 
-    def run(self) -> None:
-        """Launch on the current stream, or interpret.
+    def run(self) -> Any:
+        """Launch on the current stream, or interpret; returns what Triton compiled, if it did.
 
         Raises: CompileFailure if Triton cannot compile the function here.
         """
         early = self.is_early and starts_early()
         try:
-            self.function[self.grid](
+            return self.function[self.grid](
                 **self.arguments, **self.constants_on(early=early), **self.options_on(early=early)
             )
         except Exception as error:
@@ -81,6 +81,40 @@ class Launch:
         """What Triton is told beside arguments and constants, on the same terms."""
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return {**options, "launch_pdl": True} if self.is_early and early else options
+
+
+class Bound:
+    """A launch that is run many times, always on the same arguments.
+
+    The first time Triton finds the compiled form by the arguments' types and values, which takes
+    more of the host's time than most launches take of the device's; from then on that form is
+    launched as it is, tensors as their addresses.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._again: Callable[[], object] | None = None
+
+    def __call__(self) -> None:
+        """Launch on the current stream, or interpret. Raises: CompileFailure as `Launch.run`."""
+        if self._again is not None:
+            self._again()
+            return
+        compiled = self._launch.run()
+        self._again = self._launch.run if compiled is None else self._ready(compiled)
+
+    def _ready(self, compiled: Any) -> Callable[[], object]:
+        launch = self._launch
+        given = {**launch.arguments, **launch.constants_on(early=launch.is_early and starts_early())}
+        grid = (*launch.grid, 1, 1)[:3]
+        # All parameters in order, as Triton hands them on itself.
+        return partial(compiled[grid], *(_address(given[n]) for n in launch.function.arg_names))
+
+
+def _address(argument: Argument) -> Argument:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    return tuple(map(_address, argument)) if isinstance(argument, tuple) else argument
 
 
 @cache
@@ -113,11 +147,11 @@ class TritonBinder:
         Raises: Unsupported if Triton cannot run here.
         """
         prepare(_device_of(call))
-        made = tuple(self.launches(call))
+        made = tuple(map(Bound, self.launches(call)))
 
         def run() -> None:
             for launch in made:
-                launch.run()
+                launch()
 
         return run
 
