@@ -20,7 +20,7 @@ from metainfer.ir.errors import CheckpointError, PlanError
 from metainfer.ir.flatten import FlatWeight, Recipe, recipe_of
 from metainfer.ir.graph import Module, Op, Value
 from metainfer.ir.interpret import as_reference_input, round_to
-from metainfer.ir.ops.record import MOVES, RAW, OpDef, attr_value, op_def
+from metainfer.ir.ops.record import MOVES, RAW, VIEW, OpDef, attr_value, op_def
 from metainfer.ir.types import TensorType
 from metainfer.runtime.checkpoint import TensorSource
 from metainfer.runtime.checkpoint.stacked import is_stacked, member, stack
@@ -157,7 +157,7 @@ class WeightStore:
         if op.name == "pack":
             return self._backends.layouts.get(str(op.attr["layout"])).pack(operands[0])
         record = op_def(op.name)
-        if record.has(MOVES):
+        if record.has(MOVES) or (record.has(VIEW) and isinstance(operands[0], np.ndarray)):
             return _moved(record, operands, op)
         raw = record.has(RAW)
         inputs = [as_reference_input(v, raw=raw) for v in operands]

@@ -26,14 +26,16 @@ module f {
     %0 = concat_rows(@a, @b) : bf16[6,4]
     %1 = take_rows(%0, @order) : bf16[6,4]
     %2 = repeat_rows(@b) {groups = 2, times = 2} : bf16[8,4]
-    return %1, %2
+    %3 = transpose(@b) {perm = (1, 0)} : bf16[4,4]
+    return %1, %2, %3
   }
   main(%x: bf16[T,4]) {
     weights {
       @w : bf16[6,4]
       @v : bf16[8,4]
+      @t : bf16[4,4]
     }
-    return @w, @v
+    return @w, @v, @t
   }
 }
 """
@@ -50,10 +52,11 @@ def test_rows_are_moved_bit_by_bit() -> None:
     a, b = bits(0x7F81, 2), bits(0x0001, 4)
     held = {"a": a.view(ml_dtypes.bfloat16), "b": b.view(ml_dtypes.bfloat16), "order": ORDER}
     store = WeightStore(held.__getitem__, installed())
-    w, v = store.get_all([(module, weight) for weight in flatten(module).weights.values()])
+    w, v, t = store.get_all([(module, weight) for weight in flatten(module).weights.values()])
     assert w.dtype == v.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(w.view(np.uint16), np.concatenate([a, b])[ORDER])
     np.testing.assert_array_equal(v.view(np.uint16), b[[0, 1, 0, 1, 2, 3, 2, 3]])
+    np.testing.assert_array_equal(np.ascontiguousarray(t).view(np.uint16), b.T)
 
 
 PLAIN = """\
