@@ -1,7 +1,7 @@
 """Sampling on the device that the logits lie on: only token ids travel to the host."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ _WARPS = 8
 _GROUP = 64  # numbers whose largest one is kept
 _LOOSE = 16  # bits of a rank that tell where top_k may cut
 _WAYS = 16  # thresholds that are tried at once
-_SLICE = 1024  # numbers that are held against them at once
-_BINS_BITS = 12  # of a key, found by one launch
+_SLICE = 512  # numbers that are held against them, or put into bins, at once
+_DRAWN = 1024  # numbers that are drawn from at once
+_BINS_BITS = 12  # of a key, found by one level
+_BINS = 1024  # bins that are summed at once
 # What a row's token is where its logits have no finite largest one.
 FAULTS = {-1: float("nan"), -2: float("inf"), -3: float("-inf")}
 
@@ -131,6 +133,21 @@ def _blocks(width: int) -> tuple[int, int, int]:
     return block, parts, parts * (block // min(_GROUP, block))
 
 
+def _keys(logits: torch.Tensor) -> dict[str, int]:
+    """Bits of a number's rank, and of its index."""
+    ranks = 16 if logits.dtype == torch.bfloat16 else 32
+    return {"RANKS": ranks, "PLACES": max(logits.shape[1] - 1, 1).bit_length()}
+
+
+def _row(draws: torch.Tensor, width: int, scratch: Scratch) -> dict[str, Any]:
+    """What every launch knows of its rows."""
+    rows = len(draws) // 7
+    return {
+        "numbers": draws[: rows * 3].view(torch.float32), "words": draws[rows * 3 :],
+        "state": scratch.state, "V": width,
+    }  # fmt: skip
+
+
 def launches(
     logits: torch.Tensor,
     draws: torch.Tensor,
@@ -158,48 +175,36 @@ def launches(
     if rows == 0:
         return ()
     block, parts, groups = _blocks(width)
-    common = {
-        "logits": logits, "numbers": draws[: rows * 3].view(torch.float32),
-        "words": draws[rows * 3 : rows * 7], "state": scratch.state, "arrived": scratch.arrived,
-        "V": width, "row_stride": logits.stride(0), "parts": parts,
-    }  # fmt: skip
-    ranks, places = 16 if logits.dtype == torch.bfloat16 else 32, max(width - 1, 1).bit_length()
-    keys = {"RANKS": ranks, "PLACES": places, "BLOCK": block}
+    keys, row = _keys(logits), _row(draws[: rows * 7], width, scratch)
+    every = {**row, "logits": logits, "row_stride": logits.stride(0), "parts": parts}
+    arriving = {**every, "arrived": scratch.arrived}
 
-    def launch(function: Any, more: dict[str, Any], constants: dict[str, Any]) -> Launch:
-        constants = {**keys, **constants}
-        return Launch(
-            function,
-            (rows * parts,),
-            {**common, **more},
-            constants,
-            num_warps=_WARPS,
-            is_early=True,
-        )
+    def made(function: Any, given: dict[str, Any], **constants: Any) -> Launch:
+        constants = {**keys, "BLOCK": block, **constants}
+        return Launch(function, (rows * parts,), given, constants, num_warps=_WARPS)
 
-    found = []
-    bins = {"bins": scratch.bins}
-    levels = -(-(ranks + places) // _BINS_BITS)
+    def level(*, count: bool, opens: bool) -> list[Launch]:
+        how = {"COUNT": count, "OPENS": opens, "BINS_BITS": _BINS_BITS}
+        given, inner = {**row, "bins": scratch.bins}, {**keys, **how, "SLICE": _BINS}
+        return [
+            made(rules.scatter, {**every, "bins": scratch.bins}, **how, SLICE=min(_SLICE, block)),
+            Launch(rules.narrow, (rows,), given, inner, num_warps=_WARPS),
+        ]
+
+    found: list[Launch] = []
+    levels = -(-sum(keys.values()) // _BINS_BITS)
     if filters.is_any:
-        group = {"GROUP": min(_GROUP, block), "GROUPS": power_above(groups), "LOOSE": _LOOSE}
-        found.append(launch(rules.survey, {"maxima": scratch.maxima}, group))
+        given = {**arriving, "maxima": scratch.maxima}
+        held = {"GROUP": min(_GROUP, block), "GROUPS": power_above(groups), "LOOSE": _LOOSE}
+        found.append(made(rules.survey, given, **held))
     if filters.top_k:
-        fixed = {"COUNT": True, "OPENS": False, "BINS_BITS": _BINS_BITS}
-        found += [launch(rules.narrow, bins, fixed)] * levels
+        found += level(count=True, opens=False) * levels
     if filters.wide:
         ways = {"WAYS": _WAYS, "PARTS": power_above(parts), "SLICE": min(_SLICE, block)}
-        found.append(launch(rules.coarse, {"sums": scratch.sums}, ways))
+        found.append(made(rules.coarse, {**arriving, "sums": scratch.sums}, **ways))
     if filters.top_p:
-        for level in range(levels):
-            opens = level == 0 and filters.top_k
-            fixed = {"COUNT": False, "OPENS": opens, "BINS_BITS": _BINS_BITS}
-            found.append(launch(rules.narrow, bins, fixed))
-    left = {"ids": ids, "best": scratch.best, "where": scratch.where}
-    fixed = {"FILTERED": filters.is_any, "PARTS": power_above(parts)}
-    found.append(launch(rules.race, left, fixed))
-    return (_waiting(found[0]), *found[1:])
-
-
-def _waiting(launch: Launch) -> Launch:
-    """A launch that starts when all in front of it has ended, copies too."""
-    return replace(launch, is_early=False, constants={**launch.constants, "EARLY": False})
+        found += level(count=False, opens=filters.top_k)
+        found += level(count=False, opens=False) * (levels - 1)
+    given = {**arriving, "ids": ids, "best": scratch.best, "where": scratch.where}
+    drawn = {"FILTERED": filters.is_any, "PARTS": power_above(parts), "SLICE": min(_DRAWN, block)}
+    return (*found, made(rules.race, given, **drawn))

@@ -1,19 +1,17 @@
 """The next token of each row: filters by narrowing where they cut, then a race of what they keep.
 
-A row is shared by many programs, a block each; nothing is sorted. In each launch the last program
-of a row to arrive puts together what all of them left. Numbers are compared by a *key*: their rank,
+A row is shared by many programs, a block each; nothing is sorted. Where something is made of all
+blocks, the last program of a row to arrive does it. Numbers are compared by a *key*: their rank,
 whole numbers ordered as they are, above their index from the end, so that of equal numbers the
 lower index comes first and no two keys are equal. A filter keeps the keys from its *cut* on.
 
-A cut is enclosed in an interval of keys, which `narrow` splits into BINS parts and replaces by the
-one of them where the filter's amount is reached: launch by launch, until it holds one key. Weights
+A cut is enclosed in an interval of keys: `scatter` adds up its parts in bins, and `narrow` replaces
+it by the part where the filter's amount is reached, level by level, until it holds one key. Weights
 are whole numbers of 2^-42: their sums are the same in whatever order programs add.
 """
 
 import triton
 import triton.language as tl
-
-from metainfer.backends.triton.templates import early
 
 _ONE: tl.constexpr = tl.constexpr(4398046511104.0)  # weight of the most likely token: 2^42
 # Whole numbers kept of a row: its top, the interval that encloses its cut (low, bits), the amount
@@ -109,7 +107,7 @@ def enclose(state, low, bits, above, wanted):
 def survey(
     logits, numbers, words, state, maxima, arrived, V, row_stride, parts,
     RANKS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, LOOSE: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, LOOSE: tl.constexpr,
 ):  # fmt: skip
     """The top of each row that has filters, and an interval for the cut of its top_k.
 
@@ -118,7 +116,6 @@ def survey(
 
     Shapes: maxima f32 [R, groups of GROUP numbers], GROUPS at most; state i64 [R, FIELDS].
     """
-    early.wait(EARLY)
     r, part, x, _ = block_of(logits, V, row_stride, parts, BLOCK)
     nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     most = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
@@ -153,13 +150,12 @@ def survey(
 def coarse(
     logits, numbers, words, state, sums, arrived, V, row_stride, parts,
     RANKS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
-    PARTS: tl.constexpr, SLICE: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """An interval for the cut of top_p in each row without top_k, by WAYS thresholds.
 
     Shapes: sums f32 [R, parts, WAYS], PARTS parts at most.
     """
-    early.wait(EARLY)
     r, own = tl.program_id(0) // parts, tl.program_id(0) % parts
     state += r * FIELDS
     temperature, top_p = tl.load(numbers + r * 3), tl.load(numbers + r * 3 + 1)
@@ -203,68 +199,114 @@ def coarse(
 
 
 @triton.jit
-def narrow(
-    logits, numbers, words, state, bins, arrived, V, row_stride, parts,
-    COUNT: tl.constexpr, OPENS: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr,
-    BLOCK: tl.constexpr, BINS_BITS: tl.constexpr, EARLY: tl.constexpr,
+def interval_of(
+    numbers, words, state, r, V,
+    OPENS: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Replace the interval of a row's cut by that one of its parts where the cut is.
+    """The interval of a row's cut: (its first key, bits, what is above, what is wanted).
 
-    COUNT: amounts are numbers of tokens, else their weights. OPENS: first launch for top_p: of rows
-    with top_k, whatever that keeps is the interval.
-
-    Shapes: bins i64 [R, 2 ** BINS_BITS], zeros, the highest keys first.
+    OPENS: first level for top_p: of rows with top_k, whatever that keeps is the interval, and what
+    is wanted is still to be found: 0. No bits: there is nothing to do.
     """
-    early.wait(EARLY)
-    r = tl.program_id(0) // parts
     state += r * FIELDS
     low, bits = tl.load(state + _LOW), tl.load(state + _BITS)
     above, wanted = tl.load(state + _ABOVE), tl.load(state + _WANTED)
-    top = tl.load(state + _TOP).to(tl.int32).to(tl.float32, bitcast=True)
-    top_p, top_k = tl.load(numbers + r * 3 + 1), tl.load(words + r * 4)
-    temperature = tl.load(numbers + r * 3)
     if OPENS:
+        top = tl.load(state + _TOP).to(tl.int32).to(tl.float32, bitcast=True)
+        top_p, top_k = tl.load(numbers + r * 3 + 1), tl.load(words + r * 4)
         is_finite = (top > float("-inf")) & (top < float("inf"))
-        if (temperature > 0) & (top_p < 1.0) & (top_k > 0) & (top_k < V) & is_finite:
+        is_both = (tl.load(numbers + r * 3) > 0) & (top_p < 1.0) & (top_k > 0) & (top_k < V)
+        if is_both & is_finite:
             past = (rank_of(top, RANKS).to(tl.int64) + 1) << PLACES
             bits = bit_length(past - 1 - low)
             above, wanted = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    return low, bits, above, wanted
+
+
+@triton.jit
+def scatter(
+    logits, numbers, words, state, bins, V, row_stride, parts,
+    COUNT: tl.constexpr, OPENS: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr,
+    BLOCK: tl.constexpr, BINS_BITS: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Add a block's amounts to the bins of its row's interval.
+
+    COUNT: amounts are numbers of tokens, else their weights.
+
+    Shapes: bins i64 [R, 2 ** BINS_BITS], zeros, the highest keys first.
+    """
+    r = tl.program_id(0) // parts
+    low, bits, _, _ = interval_of(numbers, words, state, r, V, OPENS, RANKS, PLACES)
     if bits == 0:
         return
     shift = tl.maximum(bits - BINS_BITS, 0)
-    _, _, x, index = block_of(logits, V, row_stride, parts, BLOCK)
-    bins += r * (1 << BINS_BITS)
+    _, own, x, _ = block_of(logits, V, row_stride, parts, BLOCK)
     # Few blocks hold any: the others are done when their ranks are seen.
     ranks = rank_of(x, RANKS)
     lowest = tl.maximum(low, 0) >> PLACES
     highest = (low + (tl.full([], 1, tl.int64) << bits) - 1) >> PLACES
     lowest, highest = lowest.to(tl.uint32), tl.minimum(highest, 0xFFFFFFFF).to(tl.uint32)
-    if tl.max(((ranks >= lowest) & (ranks <= highest)).to(tl.int32), axis=0) > 0:
-        place = key_of(ranks, index, PLACES) - low
-        inside = (place >= 0) & (place >> bits == 0) & (index < V)
-        if COUNT:
-            amount = tl.full([BLOCK], 1, tl.int64)
-        else:
-            amount = (tl.exp((x - top) * sharpness_of(temperature)) * _ONE).to(tl.int64)
-        bin = (1 << BINS_BITS) - 1 - (place >> shift)
-        tl.atomic_add(bins + tl.where(inside, bin, 0), amount, mask=inside, sem="relaxed")
-    if not is_last(arrived, r, parts):
+    if tl.max(((ranks >= lowest) & (ranks <= highest)).to(tl.int32), axis=0) == 0:
         return
-    at = tl.arange(0, 1 << BINS_BITS)
-    amounts = tl.load(bins + at, cache_modifier=".cg")
-    tl.store(bins + at, tl.zeros([1 << BINS_BITS], tl.int64))
+    row = logits + r.to(tl.int64) * row_stride
+    top = tl.load(state + r * FIELDS + _TOP).to(tl.int32).to(tl.float32, bitcast=True)
+    sharpness = sharpness_of(tl.load(numbers + r * 3))
+    for begin in tl.range(own * BLOCK, own * BLOCK + BLOCK, SLICE):
+        at = begin + tl.arange(0, SLICE)
+        y = tl.load(row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        place = key_of(rank_of(y, RANKS), at, PLACES) - low
+        inside = (place >= 0) & (place >> bits == 0) & (at < V)
+        if COUNT:
+            amount = tl.full([SLICE], 1, tl.int64)
+        else:
+            amount = (tl.exp((y - top) * sharpness) * _ONE).to(tl.int64)
+        bin = tl.where(inside, (1 << BINS_BITS) - 1 - (place >> shift), 0)
+        tl.atomic_add(bins + r * (1 << BINS_BITS) + bin, amount, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def narrow(
+    numbers, words, state, bins, V,
+    COUNT: tl.constexpr, OPENS: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr,
+    BINS_BITS: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Replace the interval of a row's cut by that one of its bins where the cut is; empty them.
+
+    A launch of its own, a program a row: it begins when all amounts are there.
+    """
+    r = tl.program_id(0)
+    low, bits, above, wanted = interval_of(numbers, words, state, r, V, OPENS, RANKS, PLACES)
+    if bits == 0:
+        return
+    shift = tl.maximum(bits - BINS_BITS, 0)
+    bins += r * (1 << BINS_BITS)
     if wanted == 0:
-        wanted = fraction(tl.sum(amounts, axis=0), top_p)
-    # Sums of rounded weights may stay below what is wanted: then all are kept.
-    reached = above + tl.cumsum(amounts, axis=0) >= wanted
-    first = tl.min(tl.where(reached, at, (1 << BINS_BITS) - 1), axis=0)
-    above += tl.sum(tl.where(at < first, amounts, 0), axis=0)
+        whole = tl.zeros([], tl.int64)
+        for begin in tl.range(0, 1 << BINS_BITS, SLICE):
+            whole += tl.sum(tl.load(bins + begin + tl.arange(0, SLICE)), axis=0)
+        wanted = fraction(whole, tl.load(numbers + r * 3 + 1))
+    through = above
+    first = 1 << BINS_BITS
+    kept = tl.zeros([], tl.int64)
+    for begin in tl.range(0, 1 << BINS_BITS, SLICE):
+        at = begin + tl.arange(0, SLICE)
+        amounts = tl.load(bins + at)
+        reached = through + tl.cumsum(amounts, axis=0) >= wanted
+        # Sums of rounded weights may stay below what is wanted: then all are kept.
+        reached |= at == (1 << BINS_BITS) - 1
+        here = tl.min(tl.where(reached, at, 1 << BINS_BITS), axis=0)
+        is_here = (first == 1 << BINS_BITS) & (here < 1 << BINS_BITS)
+        above = tl.where(is_here, through + tl.sum(tl.where(at < here, amounts, 0), axis=0), above)
+        kept = tl.where(is_here, tl.sum(tl.where(at == here, amounts, 0), axis=0), kept)
+        first = tl.where(is_here, here, first)
+        through += tl.sum(amounts, axis=0)
+        tl.debug_barrier()
+        tl.store(bins + at, tl.zeros([SLICE], tl.int64))
     low += ((1 << BINS_BITS) - 1 - first).to(tl.int64) << shift
     if COUNT:
         # All of them are wanted: the cut is below them.
-        exact = above + tl.sum(tl.where(at == first, amounts, 0), axis=0) == wanted
-        shift = tl.where(exact, 0, shift)
-    enclose(state, low, shift, above, wanted)
+        shift = tl.where(above + kept == wanted, 0, shift)
+    enclose(state + r * FIELDS, low, shift, above, wanted)
 
 
 @triton.jit
@@ -284,7 +326,7 @@ def noise_of(key, position, first, BLOCK: tl.constexpr):
 def race(
     logits, ids, numbers, words, state, best, where, arrived, V, row_stride, parts,
     FILTERED: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """The token of each row, or what its logits have instead of a finite largest one.
 
@@ -297,14 +339,14 @@ def race(
     (top_k, position, two halves of the key); best f32 [R, parts, 2], where i32 [R, parts], PARTS
     parts at most.
     """
-    early.wait(EARLY)
     r, own, x, index = block_of(logits, V, row_stride, parts, BLOCK)
     temperature, min_p = tl.load(numbers + r * 3), tl.load(numbers + r * 3 + 2)
     top_p, top_k = tl.load(numbers + r * 3 + 1), tl.load(words + r * 4)
     most = top_of(x)
     # Weights are relative to the top of the block, or of the row where filters ask for it.
     relative = tl.where(most == float("-inf"), 0.0, most)
-    cost = -x
+    least = tl.min(-x, axis=0)
+    token = tl.min(tl.where(-x == least, index, V - 1), axis=0)
     if temperature > 0:
         low = tl.zeros([], tl.int64)
         if FILTERED:
@@ -315,18 +357,29 @@ def race(
         position = tl.load(words + r * 4 + 1).to(tl.uint32, bitcast=True)
         half = tl.load(words + r * 4 + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
         key = half | (tl.load(words + r * 4 + 3).to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
-        scaled = (x - relative) * sharpness_of(temperature)
-        if FILTERED:
-            kept = key_of(rank_of(x, RANKS), index, PLACES) >= low
-            kept &= tl.exp(scaled) >= min_p
-            cost = tl.full([BLOCK], float("inf"), tl.float32)
-            if tl.max(kept.to(tl.int32), axis=0) > 0:
-                noise = noise_of(key, position, own * BLOCK, BLOCK)
-                cost = tl.where(kept, noise * tl.exp(-scaled), float("inf"))
-        else:
-            cost = noise_of(key, position, own * BLOCK, BLOCK) * tl.exp(-scaled)
-    least = tl.min(cost, axis=0)
-    tl.store(where + r * parts + own, tl.min(tl.where(cost == least, index, V - 1), axis=0))
+        sharpness = sharpness_of(temperature)
+        row = logits + r.to(tl.int64) * row_stride
+        costs = tl.full([SLICE], float("inf"), tl.float32)
+        tokens = tl.full([SLICE], V - 1, tl.int32)
+        for begin in tl.range(own * BLOCK, own * BLOCK + BLOCK, SLICE):
+            at = begin + tl.arange(0, SLICE)
+            y = tl.load(row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+            scaled = (y - relative) * sharpness
+            some = 1
+            if FILTERED:
+                kept = key_of(rank_of(y, RANKS), at, PLACES) >= low
+                kept &= tl.exp(scaled) >= min_p
+                some = tl.max(kept.to(tl.int32), axis=0)
+            if some > 0:
+                cost = noise_of(key, position, begin, SLICE) * tl.exp(-scaled)
+                if FILTERED:
+                    cost = tl.where(kept, cost, float("inf"))
+                # Later slices hold higher indices: only what is better replaces.
+                tokens = tl.where(cost < costs, at, tokens)
+                costs = tl.minimum(costs, cost)
+        least = tl.min(costs, axis=0)
+        token = tl.min(tl.where(costs == least, tokens, V - 1), axis=0)
+    tl.store(where + r * parts + own, token)
     tl.store(best + (r * parts + own) * 2, most)
     tl.store(best + (r * parts + own) * 2 + 1, least)
     if not is_last(arrived, r, parts):
