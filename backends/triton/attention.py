@@ -88,16 +88,6 @@ class Attention:
         return self.out.shape[2]
 
     @property
-    def keys(self) -> tuple[torch.Tensor, ...]:
-        """Numbers, or codes and the exponents of their scales."""
-        return _entries(self.k, self.k_scales)
-
-    @property
-    def values(self) -> tuple[torch.Tensor, ...]:
-        """As the keys."""
-        return _entries(self.v, self.v_scales)
-
-    @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.k.shape[1]
@@ -159,7 +149,8 @@ def prefill_tile(call: Attention) -> Tile:
         return LATENT_TILE
     if max(call.q.shape[2], call.v.shape[3]) > 128:
         return Tile(64, 32, 8, 2)
-    return Tile(128, 64, 8, 3)
+    # Scales of codes take registers.
+    return Tile(128, 64 if call.k_scales is None else 32, 8, 3)
 
 
 # Where a page holds a whole block, on cards with wgmma: two programs share a multiprocessor, and
@@ -201,10 +192,10 @@ def prefill(call: Attention, tile: Tile | None = None) -> list[Launch]:
     tile = tile or prefill_tile(call)
     groups = _groups(call, tile)
     arguments = {
-        "q": call.q, **_second(call), "k": call.keys, "v": call.values, "out": call.out,
-        "starts": call.starts, "lengths": call.lengths, "table": call.pages,
-        "T": call.q.shape[0], "B": call.lengths.shape[0], "groups": groups,
-        "factor": _factor(call), **_strides(call),
+        "q": call.q, **_second(call), "out": call.out, "starts": call.starts,
+        "lengths": call.lengths, "table": call.pages, "T": call.q.shape[0],
+        "B": call.lengths.shape[0], "groups": groups, "factor": _factor(call), **_strides(call),
+        **_stored(call, words=False),
     }  # fmt: skip
     return [
         Launch(
@@ -248,8 +239,8 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
         "lengths": call.lengths, "B": call.lengths.shape[0], "groups": groups,
     }  # fmt: skip
     arguments = {
-        **shared, "q": call.q, **_second(call), "k": call.keys, "v": call.values,
-        "table": call.pages, "factor": _factor(call), **strides,
+        **shared, "q": call.q, **_second(call), "table": call.pages, "factor": _factor(call),
+        **strides, **_stored(call, words=not call.rotary),
     }  # fmt: skip
     joined = {
         **shared, "T": tokens, "H": heads, "programs": programs,
@@ -297,9 +288,31 @@ def of_latent_call(call: TorchCall) -> Attention:
     )  # fmt: skip
 
 
-def _entries(pages: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _entries(
+    pages: torch.Tensor, scales: torch.Tensor | None, *, words: bool
+) -> tuple[torch.Tensor, ...]:
+    """Numbers, or codes (four in a word, if so) and the exponents of their scales."""
+    if scales is None:
+        return (pages,)
     # Triton has no type for powers of two: it gets their bytes.
-    return (pages,) if scales is None else (pages, scales.view(torch.uint8))
+    return pages.view(torch.int32) if words else pages, scales.view(torch.uint8)
+
+
+def _stored(call: Attention, *, words: bool) -> dict[str, Any]:
+    """Keys and values as kernels take them, and where they lie.
+
+    Args:
+        call: whose.
+        words: whether codes are read four at once and widened by moving bits. Fewer instructions
+            where values are turned in shared memory as numbers of 16 bits: bytes are turned one
+            by one.
+    """
+    k = _entries(call.k, call.k_scales, words=words)
+    v = _entries(call.v, call.v_scales, words=words)
+    return {
+        "k": k, "k_page": k[0].stride(0), "k_key": k[0].stride(1), "k_head": k[0].stride(2),
+        "v": v, "v_page": v[0].stride(0), "v_key": v[0].stride(1), "v_head": v[0].stride(2),
+    }  # fmt: skip
 
 
 def _constants(call: Attention, tile: Tile) -> dict[str, Any]:
@@ -325,8 +338,6 @@ def _second(call: Attention) -> dict[str, Any]:
 def _strides(call: Attention) -> dict[str, int]:
     return {
         "q_token": call.q.stride(0), "q_head": call.q.stride(1),
-        "k_page": call.k.stride(0), "k_key": call.k.stride(1), "k_head": call.k.stride(2),
-        "v_page": call.v.stride(0), "v_key": call.v.stride(1), "v_head": call.v.stride(2),
         "out_token": call.out.stride(0), "out_head": call.out.stride(1),
         "table_row": call.pages.stride(0),
     }  # fmt: skip
@@ -360,7 +371,7 @@ def _programs(call: Attention, tile: Tile) -> int:
 
 
 def _matrix(call: Attention) -> str:
-    return "f16" if call.q.dtype == torch.float16 else "bf16"
+    return "f16" if call.q.dtype == torch.float16 or call.v_scales is not None else "bf16"
 
 
 def _parts(width: int) -> tuple[int, int]:

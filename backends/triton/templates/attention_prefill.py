@@ -7,8 +7,10 @@ from metainfer.backends.triton.templates import early
 from metainfer.backends.triton.templates.attention_tile import (
     attend_span,
     find_tile,
+    in_f16,
     load_queries,
     of_head,
+    settled,
     store_rows,
 )
 
@@ -49,6 +51,9 @@ def attention_prefill(
     q0, q1 = load_queries(
         q, q_rope, token, head, valid, q_token, q_head, rope_token, rope_head, D, D0, D1, R
     )  # fmt: skip
+    by_score = factor
+    if len(v) == 2:
+        q0, q1, by_score = in_f16(q0, q1, k, factor, D1)
     own = tl.minimum(sequence, B - 1)
     shift = tl.load(lengths + own) - end  # from token to position
     # Rows past the last sequence see nothing and become zeros.
@@ -67,25 +72,26 @@ def attention_prefill(
     if E1 > 0:
         acc1 = tl.zeros([ROWS, E1], tl.float32)
     table += own.to(tl.int64) * table_row
-    k = of_head(k, group * HEADS // GROUP, k_head, D)
-    v = of_head(v, group * HEADS // GROUP, v_head, E)
+    k = of_head(k, group * HEADS // GROUP, k_head)
+    v = of_head(v, group * HEADS // GROUP, v_head)
     position = shift + token
     if WINDOW > 0:
         acc0, acc1, top, total = attend_span(
             q0, q1, acc0, acc1, top, total, position, table, k, v,
-            low, tl.minimum(inner, stop), stop, factor, k_page, k_key, v_page, v_key,
-            D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True,
+            low, tl.minimum(inner, stop), stop, by_score, k_page, k_key, v_page, v_key,
+            D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True, False,
         )  # fmt: skip
     acc0, acc1, top, total = attend_span(
         q0, q1, acc0, acc1, top, total, position, table, k, v,
-        inner, full, stop, factor, k_page, k_key, v_page, v_key,
-        D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, False,
+        inner, full, stop, by_score, k_page, k_key, v_page, v_key,
+        D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, False, False,
     )  # fmt: skip
     acc0, acc1, top, total = attend_span(
         q0, q1, acc0, acc1, top, total, position, table, k, v,
-        tl.maximum(inner, full), stop, stop, factor, k_page, k_key, v_page, v_key,
-        D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True,
+        tl.maximum(inner, full), stop, stop, by_score, k_page, k_key, v_page, v_key,
+        D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True, False,
     )  # fmt: skip
+    total = settled(total, v)
     share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out, acc0 * share, token, head, valid, out_token, out_head, 0, E0, E)
     if E1 > 0:

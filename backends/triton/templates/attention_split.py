@@ -14,8 +14,10 @@ from metainfer.backends.triton.templates import early
 from metainfer.backends.triton.templates.attention_tile import (
     attend_span,
     find_tile,
+    in_f16,
     load_queries,
     of_head,
+    settled,
     store_rows,
 )
 
@@ -99,6 +101,9 @@ def attention_split(
         q0, q1 = load_queries(
             q, q_rope, token, head, valid, q_token, q_head, rope_token, rope_head, D, D0, D1, R
         )  # fmt: skip
+        by_score = factor
+        if len(v) == 2:
+            q0, q1, by_score = in_f16(q0, q1, k, factor, D1)
         top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc0 = tl.zeros([ROWS, E0], tl.float32)
@@ -109,11 +114,12 @@ def attention_split(
         acc0, acc1, top, total = attend_span(
             q0, q1, acc0, acc1, top, total, token + (length - end),
             table + sequence.to(tl.int64) * table_row,
-            of_head(k, key_head, k_head, D), of_head(v, key_head, v_head, E),
-            (low + block) * KEYS, tl.minimum((low + block + count) * KEYS, length), length, factor,
-            k_page, k_key, v_page, v_key,
-            D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True,
+            of_head(k, key_head, k_head), of_head(v, key_head, v_head),
+            (low + block) * KEYS, tl.minimum((low + block + count) * KEYS, length), length,
+            by_score, k_page, k_key, v_page, v_key,
+            D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True, True,
         )  # fmt: skip
+        total = settled(total, v)
         if count == blocks:
             share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
             store_rows(out, acc0 * share, token, head, valid, out_token, out_head, 0, E0, E)

@@ -7,17 +7,19 @@ Row m is token ``m // HEADS`` and head ``m % HEADS`` of the tile.
 Head widths that are no power of two are cut in two: 96 is read as 64 and 32 (``D0``, ``D1``;
 ``E0``, ``E1`` for values; 0: no second part).
 
-Keys and values are tuples of pointers: numbers, or fp8 codes and the exponents of their scales, one
-for each token and head (`ir.entries`). Codes times powers of two are exact in 16 bits.
+Keys and values are tuples of pointers: numbers, or fp8 codes (single, or four in a word) and the
+exponents of their scales, one for each token and head (`ir.entries`). Codes are multiplied as they
+are, in f16; scales multiply scores and weights.
 
 Latents (R > 0) are keys and values at once: ``k`` holds them, D wide, ``v`` the rotary keys, R
-wide, and a block of latents that was read for the scores is multiplied by the weights, too.
+wide, and a block of latents that was read for the scores is multiplied by the weights, too. Codes
+of latents are multiplied by their scales before: the sums with rotary keys are those of numbers.
 """
 
 import triton
 import triton.language as tl
 
-from metainfer.backends.triton.templates import functions
+from metainfer.backends.triton.templates import widen
 
 
 @triton.jit
@@ -94,13 +96,49 @@ def load_pages(table, key, stop, PAGE: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def of_head(entries, head, stride_head, WIDTH: tl.constexpr):
+def of_head(entries, head, stride_head):
     """Pointers of one key head's entries."""
     if len(entries) == 2:
-        moved = (entries[0] + head * stride_head, entries[1] + head * stride_head // WIDTH)
+        moved = (entries[0] + head * stride_head, entries[1] + head)
     else:
-        moved = (entries[0] + head * stride_head,)  # type: ignore[assignment]
+        moved = (entries[0] + head * stride_head,)
     return moved
+
+
+@triton.jit
+def in_f16(q0, q1, k, factor, D1: tl.constexpr):
+    """Query rows for products with codes: f16, each row times a power of two, and what undoes it.
+
+    Numbers of sixteen bits lose nothing in it that counts beside their row's largest.
+    """
+    most = tl.max(tl.abs(q0.to(tl.float32)), axis=1)
+    if D1 > 0:
+        most = tl.maximum(most, tl.max(tl.abs(q1.to(tl.float32)), axis=1))
+    exponent = most.to(tl.int32, bitcast=True) >> 23
+    inverse = power(tl.maximum(254 - exponent, 1))
+    q0 = (q0.to(tl.float32) * inverse[:, None]).to(tl.float16)
+    if D1 > 0:
+        q1 = (q1.to(tl.float32) * inverse[:, None]).to(tl.float16)
+    else:
+        q1 = q0
+    by_score = factor / inverse
+    if k[0].dtype.element_ty == tl.int32:
+        by_score *= 256.0
+    return q0, q1, by_score
+
+
+@triton.jit
+def settled(total, v):
+    """The total of a tile's weights that fits its sums of values."""
+    if v[0].dtype.element_ty == tl.int32:
+        total = total * (1.0 / 256.0)
+    return total
+
+
+@triton.jit
+def power(exponent):
+    """2 ** (exponent - 127) of 1 .. 254; 0 gives 0."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -108,7 +146,7 @@ def load_scales(
     base, pages, key, stop, stride_page, stride_key,
     PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scales of the keys (or values) of one block, [KEYS]."""
+    """Biased exponents of the scales of one block's keys (or values), i32 [KEYS]."""
     offset = tl.arange(0, KEYS)
     if PAGE >= KEYS:
         at = base + pages * stride_page + (key % PAGE + offset) * stride_key
@@ -118,64 +156,110 @@ def load_scales(
         found = tl.load(at, mask=key + offset < stop, other=0)
     else:
         found = tl.load(at)
-    return functions.e8m0(found)
+    return found.to(tl.int32)
 
 
 @triton.jit
 def load_entries(
     state, pages, key, stop, stride_page, stride_key,
     FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, TYPE: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Columns FROM .. FROM + SIZE of the keys (or values) of one block, [KEYS, SIZE].
 
+    Of codes, what they are in f16, without scales; of words, 2^-8 of it (`widen.e4m3`).
+
     NOTE: masked ones are zero, never what lies in the cache: zero weights times NaN are NaN.
     """
-    base = state[0]
+    # Codes may come four in a word.
+    EACH: tl.constexpr = 4 if state[0].dtype.element_ty == tl.int32 else 1
+    ZERO: tl.constexpr = 0 if EACH == 4 else 0.0
     offset = tl.arange(0, KEYS)
-    column = FROM + tl.arange(0, SIZE)
+    column = FROM // EACH + tl.arange(0, SIZE // EACH)
     if PAGE >= KEYS:
-        at = base + pages * stride_page + (key % PAGE + offset)[:, None] * stride_key
+        at = state[0] + pages * stride_page + (key % PAGE + offset)[:, None] * stride_key
     else:
         inside = (key + offset) % PAGE
-        at = base + (pages * stride_page + inside * stride_key)[:, None]
+        at = state[0] + (pages * stride_page + inside * stride_key)[:, None]
     at += column[None, :]
     if MASKED:
         seen = (key + offset)[:, None] < stop
         if FROM + SIZE > WIDTH:
-            seen = seen & (column[None, :] < WIDTH)
-        entries = tl.load(at, mask=seen, other=0.0)
+            seen = seen & (column[None, :] < WIDTH // EACH)
+        entries = tl.load(at, mask=seen, other=ZERO)
     elif FROM + SIZE > WIDTH:
-        entries = tl.load(at, mask=column[None, :] < WIDTH, other=0.0)
+        entries = tl.load(at, mask=column[None, :] < WIDTH // EACH, other=ZERO)
     else:
         entries = tl.load(at)
-    if len(state) == 2:
-        scales = load_scales(
-            state[1], pages, key, stop, stride_page // WIDTH, stride_key // WIDTH,
-            PAGE, KEYS, MASKED,
-        )  # fmt: skip
-        entries = (entries.to(tl.float32) * scales[:, None]).to(TYPE)
+    if EACH == 4:
+        entries = widen.e4m3(entries)
+    elif len(state) == 2:
+        entries = entries.to(tl.float16)
     return entries
 
 
 @triton.jit
-def scores_of(
-    q0, q1, k0, k1, factor, D1: tl.constexpr, CAP: tl.constexpr
+def load_latents(
+    state, pages, key, stop, stride_page, stride_key,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Scores [rows, keys] before masking; times ``factor`` (1 where capped) in units of log2."""
-    s = tl.dot(q0, tl.trans(k0))
-    if D1 > 0:
-        s = tl.dot(q1, tl.trans(k1), s)
+    """The latents of one block, codes times their scales: exact in 16 bits. [KEYS, SIZE]."""
+    entries = load_entries(
+        state, pages, key, stop, stride_page, stride_key, 0, SIZE, WIDTH, PAGE, KEYS, MASKED
+    )  # fmt: skip
+    if len(state) == 2:
+        found = load_scales(
+            state[1], pages, key, stop, stride_page // WIDTH, stride_key // WIDTH,
+            PAGE, KEYS, MASKED,
+        )  # fmt: skip
+        entries = (entries.to(tl.float32) * power(found)[:, None]).to(TYPE)
+    return entries
+
+
+@triton.jit
+def capped(s, CAP: tl.constexpr):
+    """Scores in units of log2, capped."""
     if CAP > 0:
         # tanh by one exponential; exp2 at infinity gives the right limits.
-        s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (factor * (2.0 / CAP))))
+        s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 / CAP)))
         s = s * (CAP * 1.4426950408889634)
     return s
 
 
 @triton.jit
+def scores_of(
+    q0, q1, latents, k, v, scales, pages, key, stop, factor, k_page, k_key, v_page, v_key,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, R: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores [rows, keys] before masking, and what they take to units of log2.
+
+    The factor (of codes: of each row) is taken in where there are scales or a cap.
+    """
+    if R > 0:
+        s = tl.dot(q0, tl.trans(latents))
+        k1 = load_entries(v, pages, key, stop, v_page, v_key, 0, D1, R, PAGE, KEYS, MASKED)
+        s = tl.dot(q1, tl.trans(k1), s)
+    else:
+        k0 = load_entries(k, pages, key, stop, k_page, k_key, 0, D0, D, PAGE, KEYS, MASKED)
+        s = tl.dot(q0, tl.trans(k0))
+        if D1 > 0:
+            k1 = load_entries(k, pages, key, stop, k_page, k_key, D0, D1, D, PAGE, KEYS, MASKED)
+            s = tl.dot(q1, tl.trans(k1), s)
+    unit = factor
+    if len(v) == 2:
+        s = s * power(scales[0])[None, :] * factor[:, None]
+        unit = 1.0
+    elif CAP > 0:
+        s = s * factor
+        unit = 1.0
+    return capped(s, CAP), unit
+
+
+@triton.jit
 def attend(
-    q0, q1, acc0, acc1, top, total, position, pages,
+    q0, q1, acc0, acc1, top, total, position, pages, scales,
     k, v, key, stop, factor,
     k_page, k_key, v_page, v_key,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -186,44 +270,45 @@ def attend(
     """One block of keys added to a tile's running softmax.
 
     ``top`` starts at a finite number, so that rows which see nothing of a block keep it and add
-    exact zeros. Shapes: q [rows, D], acc [rows, E], top and total and position [rows].
+    exact zeros. Scales of values are part of the exponents, so that weights of codes are at most 1,
+    and are taken out of the total again.
+    Shapes: q [rows, D], acc [rows, E], top and total and position [rows].
     """
-    k0 = load_entries(k, pages, key, stop, k_page, k_key, 0, D0, D, PAGE, KEYS, MASKED, q0.dtype)
-    k1 = k0
+    # Latents are read once, for scores and for values.
+    latents = key
     if R > 0:
-        k1 = load_entries(
-            v, pages, key, stop, v_page, v_key, 0, D1, R, PAGE, KEYS, MASKED, q0.dtype
+        latents = load_latents(
+            k, pages, key, stop, k_page, k_key, D0, D, PAGE, KEYS, MASKED, q0.dtype
         )  # fmt: skip
-    elif D1 > 0:
-        k1 = load_entries(
-            k, pages, key, stop, k_page, k_key, D0, D1, D, PAGE, KEYS, MASKED, q0.dtype
-        )  # fmt: skip
-    s = scores_of(q0, q1, k0, k1, factor, D1, CAP)
+    s, unit = scores_of(
+        q0, q1, latents, k, v, scales, pages, key, stop, factor, k_page, k_key, v_page, v_key,
+        D, D0, D1, R, PAGE, KEYS, CAP, MASKED,
+    )  # fmt: skip
+    if len(v) == 2:
+        # Values below 2^-71 count as a little more: exponents stay within those of float32.
+        exponents = tl.maximum(scales[1], 47)
+        s += exponents.to(tl.float32)[None, :]
     if MASKED:
         at = key + tl.arange(0, KEYS)
         seen = (at[None, :] <= position[:, None]) & (at[None, :] < stop)
         if WINDOW > 0:
             seen = seen & (at[None, :] > position[:, None] - WINDOW)
         s = tl.where(seen, s, float("-inf"))
-    unit = factor
-    if CAP > 0:
-        unit = 1.0
     new_top = tl.maximum(top, tl.max(s, axis=1) * unit)
     p = tl.exp2(s * unit - new_top[:, None])
     shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(p, axis=1)
-    if R > 0:
-        v0 = k0
+    if len(v) == 2:
+        total = total * shrink + tl.sum(p * power(254 - exponents)[None, :], axis=1)
     else:
-        v0 = load_entries(
-            v, pages, key, stop, v_page, v_key, 0, E0, E, PAGE, KEYS, MASKED, q0.dtype
-        )  # fmt: skip
+        total = total * shrink + tl.sum(p, axis=1)
+    if R > 0:
+        v0 = latents
+    else:
+        v0 = load_entries(v, pages, key, stop, v_page, v_key, 0, E0, E, PAGE, KEYS, MASKED)
     weights = p.to(v0.dtype)
     acc0 = tl.dot(weights, v0, acc0 * shrink[:, None])
     if E1 > 0:
-        v1 = load_entries(
-            v, pages, key, stop, v_page, v_key, E0, E1, E, PAGE, KEYS, MASKED, q0.dtype
-        )  # fmt: skip
+        v1 = load_entries(v, pages, key, stop, v_page, v_key, E0, E1, E, PAGE, KEYS, MASKED)
         acc1 = tl.dot(weights, v1, acc1 * shrink[:, None])
     return acc0, acc1, new_top, total
 
@@ -236,19 +321,55 @@ def attend_span(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, R: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """All blocks of keys from ``low`` (a multiple of KEYS) to ``high``; none past ``stop`` is seen.
 
-    The next block's page numbers are read a step ahead: the reads of keys wait for no table.
+    The next block's page numbers are read a step ahead: the reads of keys wait for no table. With
+    AHEAD scales are too: where few rows leave registers for those of two blocks.
     """
-    pages = load_pages(table, low, tl.minimum(high, stop), PAGE, KEYS)
+    last = tl.minimum(high, stop)
+    pages = load_pages(table, low, last, PAGE, KEYS)
+    scales = scales_of(
+        k, v, pages, low, stop, k_page, k_key, v_page, v_key, D, E, PAGE, KEYS, MASKED
+    )  # fmt: skip
     for key in tl.range(low, high, KEYS):
-        ahead = load_pages(table, key + KEYS, tl.minimum(high, stop), PAGE, KEYS)
+        ahead = load_pages(table, key + KEYS, last, PAGE, KEYS)
+        if AHEAD:
+            coming = scales_of(
+                k, v, ahead, key + KEYS, stop, k_page, k_key, v_page, v_key,
+                D, E, PAGE, KEYS, MASKED,
+            )  # fmt: skip
+        else:
+            scales = scales_of(
+                k, v, pages, key, stop, k_page, k_key, v_page, v_key, D, E, PAGE, KEYS, MASKED
+            )  # fmt: skip
         acc0, acc1, top, total = attend(
-            q0, q1, acc0, acc1, top, total, position, pages, k, v, key, stop, factor,
+            q0, q1, acc0, acc1, top, total, position, pages, scales, k, v, key, stop, factor,
             k_page, k_key, v_page, v_key,
             D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, MASKED,
         )  # fmt: skip
         pages = ahead
+        if AHEAD:
+            scales = coming
     return acc0, acc1, top, total
+
+
+@triton.jit
+def scales_of(
+    k, v, pages, key, stop, k_page, k_key, v_page, v_key,
+    D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scales of a block's keys and of its values; of plain numbers what stands in for them."""
+    of_keys = key
+    of_values = key
+    if len(v) == 2:
+        EACH: tl.constexpr = 4 if k[0].dtype.element_ty == tl.int32 else 1
+        of_keys = load_scales(
+            k[1], pages, key, stop, k_page * EACH // D, k_key * EACH // D, PAGE, KEYS, MASKED
+        )  # fmt: skip
+        of_values = load_scales(
+            v[1], pages, key, stop, v_page * EACH // E, v_key * EACH // E, PAGE, KEYS, MASKED
+        )  # fmt: skip
+    return of_keys, of_values
