@@ -8,6 +8,7 @@ from metainfer.backends.triton.records_latent import register_latent_attention
 from metainfer.backends.triton.records_linear import register_linear
 from metainfer.backends.triton.records_pointwise import register_pointwise
 from metainfer.backends.triton.records_routing import register_routing
+from metainfer.backends.triton.router import register_router
 
 
 def register(kernels: Registry, layouts: LayoutRegistry) -> None:
@@ -16,5 +17,6 @@ def register(kernels: Registry, layouts: LayoutRegistry) -> None:
     register_linear(kernels, layouts)
     register_attention(kernels, layouts)
     register_latent_attention(kernels, layouts)
+    register_router(kernels, layouts)
     register_experts(kernels, layouts)
     register_routing(kernels)

@@ -143,27 +143,30 @@ def test_the_group_moves_the_experts_that_are_chosen_and_no_more() -> None:
     assert moved == sum(m for _, m in alone) - 2 * 64 * 2
 
 
-def kinds_of(model: str, hw: str, **options: Any) -> list[str]:
-    """Groups of a layer's MLP in prefill, views left out; both phases have the same."""
+def kinds_of(model: str, hw: str, **options: Any) -> tuple[list[str], list[str]]:
+    """Groups of a layer's MLP in prefill and in decode, views left out."""
     plan: Any = metainfer.compile(f"metainfer.models.{model}:tiny", hw, strict=True, **options)
     found = []
     for phase in plan.phases:
         ops = [o for o in plan.module(phase).graph("layer").ops if o.choices]
         kinds = [str(op.attr.get("kind", op.name)) for op in ops]
         found.append(kinds[kinds.index("attention") + 1 :])
-    assert found[0] == found[1]
-    return found[0]
+    prefill, decode = found
+    return prefill, decode
 
 
 def test_a_sparse_layer_without_collectives_is_three_groups() -> None:
-    found = kinds_of("qwen3_moe", "1xh200")
-    assert found[-3:] == ["linear", "route_experts", "experts_add_rms_norm"]
+    prefill, decode = kinds_of("qwen3_moe", "1xh200")
+    assert prefill[-3:] == ["linear", "route_experts", "experts_add_rms_norm"]
+    # Few tokens are scored and sent in one launch.
+    assert decode == [*prefill[:-3], "linear_route", "experts_add_rms_norm"]
 
 
 def test_an_expert_of_all_tokens_leaves_no_launch_behind() -> None:
     shared = ["linear_silu_mul", "linear"]
     one = kinds_of("qwen2_moe", "1xh200", overlap=False)
     routed = ["linear_add", "rms_norm", "linear", "route_experts"]
-    assert one == [*routed, *shared, "experts_add_rms_norm"]
+    assert one == ([*routed, *shared, "experts_add_rms_norm"],) * 2
     two = kinds_of("qwen2_moe", "8xpcie", overlap=False, tp=2, ep=2)
-    assert two[-3:] == [shared[-1], "experts_add", "all_reduce_add_rms_norm"]
+    for kinds in two:
+        assert kinds[-3:] == [shared[-1], "experts_add", "all_reduce_add_rms_norm"]

@@ -5,7 +5,8 @@ tile to ``epilogue(acc, operands, r0, c0, r0_in, c0_in)`` and stores what comes 
 bias is added before the product is rounded, as the op's own definition has it.
 
 Where the tile is a whole row (of experts), ops over rows may follow, norms and the rounding to fp8
-codes: ``epilogue(acc, operands, r0, r0_in)`` then stores the results itself.
+codes: ``epilogue(acc, operands, r0, r0_in)`` then stores the results itself. So it does where the
+tile is several whole rows, of a router's scores.
 """
 
 import re
@@ -107,6 +108,35 @@ def emit_row_epilogue(
     return _epilogue(graph, product, body, lines, "r0, r0_in")
 
 
+@lru_cache(maxsize=1024)
+def emit_choice_epilogue(graph: Graph, rows: int) -> Epilogue:
+    """Emit what a group makes of whole rows of its product: results narrower than they are.
+
+    Args:
+        graph: its body; the product is of the first inputs.
+        rows: of a tile.
+
+    Raises: Unsupported if the group does anything else.
+    """
+    product = _own_product(graph)
+    made = {v.tensor.shape for v in graph.outputs}
+    if len(made) != 1:
+        raise Unsupported(
+            "results of several shapes are made of a router's scores",
+            advice="the group is split, or another kernel takes it",
+        )
+    (shape,) = made
+    space = Space(0, shape[:-1], shape[-1], rows, power_of_two(shape[-1].static))
+    body = Body(graph, (), _NOTHING, _NOTHING, HANDLERS)
+    lead = body.enter_row(space)
+    whole = body.whole(product.result.tensor.shape[-1])
+    body.handlers = {**HANDLERS, product.name: _made((*lead, whole))}
+    for store in stores_of(graph):
+        body.store(store)
+    lines = without_unused([*(f"    {line}" for line in body.axes), *body.lines])
+    return _epilogue(graph, product, body, lines, "r0, r0_in")
+
+
 def _loads_first(lines: list[str]) -> list[str]:
     """Reads that wait for nothing come first: they are on their way while the row is summed."""
 
@@ -128,21 +158,31 @@ def _product(graph: Graph, most: int) -> Op:
     Raises: Unsupported if there is not exactly one, of the first inputs, stored as one result or
         as several of its shape.
     """
+    found = _own_product(graph)
+    shapes = {v.tensor.shape for v in (*graph.outputs, found.result)}
+    if not 1 <= len(graph.outputs) <= most or len(shapes) != 1:
+        raise _not_one_product()
+    return found
+
+
+def _own_product(graph: Graph) -> Op:
+    """The one product of a group, of its first inputs.
+
+    Raises: Unsupported if there is not exactly one.
+    """
     found = [o for o in graph.ops if o.name in _OWN]
     own = _OWN[found[0].name] if found else 0
     inputs = [v.name for v in graph.inputs]
-    shapes = {v.tensor.shape for v in (*graph.outputs, *(o.result for o in found))}
-    if (
-        len(found) != 1
-        or [v.name for v in found[0].operands[:own]] != inputs[:own]
-        or not 1 <= len(graph.outputs) <= most
-        or len(shapes) != 1
-    ):
-        raise Unsupported(
-            "the group is not one product of its first operands and what follows it",
-            advice="the group is split, or another kernel takes it",
-        )
+    if len(found) != 1 or [v.name for v in found[0].operands[:own]] != inputs[:own]:
+        raise _not_one_product()
     return found[0]
+
+
+def _not_one_product() -> Unsupported:
+    return Unsupported(
+        "the group is not one product of its first operands and what follows it",
+        advice="the group is split, or another kernel takes it",
+    )
 
 
 def _made(place: tuple[Index, ...]) -> Any:

@@ -1,0 +1,51 @@
+"""Scores of few tokens and what is made of them, in one launch: a router's product and its choice.
+
+Programs share the sums of a tile of tokens, by rows of the weight and by parts of the inner dim.
+Of them the last to arrive adds all up, in the order of the parts, and has whole rows of scores.
+HEAD columns of the weight's part are read before the launch in front has ended (`gemm_skinny`).
+"""
+
+import triton
+import triton.language as tl
+
+from metainfer.backends.triton.templates import early, gemm_skinny
+
+
+# One form for all numbers of rows: they vary from step to step.
+@triton.jit(do_not_specialize=["rows"])
+def linear_route(
+    x, weight, operands, partial, arrived, rows, columns, inner,
+    step: tl.constexpr, epilogue: tl.constexpr, FORMAT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    HEAD: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One of SPLIT parts of the sums of BM tokens and BN columns; ``epilogue`` stores the results.
+
+    x [M, K]; weight: pointers for ``step``; operands: what ``epilogue`` reads and writes beside
+    float32 rows [BM, WIDE] of scores; partial [tiles, SPLIT, columns, BM]; arrived [tiles], zeros.
+    """
+    early.let_next(EARLY)
+    across = tl.cdiv(columns, BN) * SPLIT
+    tile, share = tl.program_id(0) // across, tl.program_id(0) % across
+    part = share % SPLIT
+    m_M, n_N = tile * BM + tl.arange(0, BM), share // SPLIT * BN + tl.arange(0, BN)
+    first = part * tl.cdiv(inner, BK * SPLIT) * BK
+    head_NK = gemm_skinny.head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD)
+    early.wait_for_last(EARLY)
+    acc = gemm_skinny.sums(
+        x, weight, head_NK, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD
+    )  # fmt: skip
+    column = tl.arange(0, BM)[None, :]
+    partial += tile * SPLIT * columns * BM
+    at = partial + (part * columns + n_N[:, None]) * BM + column
+    tl.store(at, acc, mask=n_N[:, None] < columns)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == across - 1:
+        tl.store(arrived + tile, 0)
+        every = tl.arange(0, WIDE)[:, None]
+        scores = tl.zeros((WIDE, BM), tl.float32)
+        for number in tl.static_range(SPLIT):
+            found = partial + (number * columns + every) * BM + column
+            scores += tl.load(found, mask=every < columns, other=0.0, cache_modifier=".cg")
+        row = m_M[:, None].to(tl.int64)
+        epilogue(tl.trans(scores), operands, row, row < rows)
