@@ -14,6 +14,7 @@ from metainfer.backends.kernel import (
     dense,
     device_kind,
     feature,
+    weight_operand,
 )
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import TorchCall
@@ -47,7 +48,8 @@ def register_router(kernels: Registry, layouts: LayoutRegistry) -> None:
             "triton",
             requires=(
                 device_kind("gpu"), feature("triton"), feature("bf16_mma"),
-                stored_as(storage, TILE), dense(0, 1), _few(), _chooses(),
+                # Its head is read while others may still write: nothing but weights may be.
+                stored_as(storage, TILE), weight_operand(1), dense(0, 1), _few(), _chooses(),
             ),
             efficiency=_EFFICIENCY,
             workspace=_workspace,

@@ -1,5 +1,6 @@
 """A router's product and choice in one launch: interpreted, for absent cards, on a GPU."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ PLACED = """graph g(%x: bf16[T,1024], %w: bf16[128,1024], %table: i32[128,5], %r
 def group(text: str, tokens: int) -> tuple[Op, list[Any]]:
     """A group and its data, scores of small whole numbers: exact in any order, with many ties."""
     op = as_op(parse_graph(text), "linear_route")
+    x_value, w_value, *rest = op.operands
+    op = replace(op, operands=(x_value, replace(w_value, name="@w"), *rest))
     rng = np.random.default_rng(tokens)
     x, w = (v.tensor.concrete({"T": tokens}) for v in op.operands[:2])
     data = [rng.integers(-1, 2, size=s).astype(BF16.numpy) for s in (x, w)]
@@ -64,6 +67,14 @@ def test_it_compiles_for_cards_that_are_not_here() -> None:
 def test_programs_share_what_is_long() -> None:
     assert [split_of(128, n) for n in (2048, 1024, 64)] == [8, 4, 1]
     assert split_of(512, 7168) == 2
+
+
+def test_the_weight_is_one_that_no_launch_writes() -> None:
+    """Its head is read before the launch in front has ended."""
+    op, _ = group(PLAIN, 1)
+    made = replace(op, operands=(op.operands[0], replace(op.operands[1], name="%w")))
+    (reason,) = applies(NAME, made, CARDS["1xh200"], {"T": (1, 1)})
+    assert "operand 1 is a weight" in reason
 
 
 def test_many_tokens_are_left_to_a_library() -> None:
