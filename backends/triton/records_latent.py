@@ -44,8 +44,12 @@ from metainfer.ir.entries import ROTARY
 from metainfer.ir.graph import Op
 
 _STATE = 2  # operand
-PREFILL = Efficiency(0.5, 0.25, source="assumed: half of what attention by heads of 128 reaches")
-SPLIT = Efficiency(0.6, 0.25, source="assumed: half of what attention by heads of 128 reaches")
+# H200, 16 sequences of 8,192 tokens, 128 heads, against 695 TFLOP/s of a plain product: 78, 84 and
+# 228 TFLOP/s by tiles of 16, 32 and 64 rows (0.36, 0.36 and 0.97 TB/s of latents, each read by
+# several tiles). Prefill is assumed alike.
+_SOURCE = "H200, benchmarks/gpu/latents.py, 2026-11-30, commit 3b4473c; memory, prefill assumed"
+SMALL = Efficiency(0.5, 0.12, source=_SOURCE)
+WIDE = Efficiency(0.5, 0.33, source=_SOURCE)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def _kernel(form: _Form, layouts: LayoutRegistry) -> Kernel:
             page_is_power(_STATE),
             attr_not_negative("scale"),
         ),
-        efficiency=SPLIT if form.is_split else PREFILL,
+        efficiency=WIDE if form.needs else SMALL,
         launches=2 if form.is_split else 1,
         error=BF16_STEP,
         effort=_effort_of(form),

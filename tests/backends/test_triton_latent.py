@@ -27,7 +27,7 @@ MIXED = Case((70, 3, 33), (5, 3, 1), heads=(4, 1), **LATENT)
 CASES = {
     "one": Case((5,), (1,), heads=(1, 1), padding=(0, 0), **LATENT),
     "16 heads": replace(MIXED, heads=(16, 1), padding=(2, 2)),
-    "64 heads, decode": Case((20, 3), (1, 1), heads=(64, 1), **LATENT),
+    "40 heads, decode": Case((20, 3), (1, 1), heads=(40, 1), padding=(0, 0), **LATENT),
     "rotary of 24, pages of 64": replace(MIXED, widths=(64, 24), page=64, heads=(3, 1)),
     "codes": replace(MIXED, heads=(6, 1), is_rounded=True, dtype="f16"),
 }

@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 # Each is covered by another case in all that it has.
 _TWINS = (
     "llama_rope_linear", "mistral", "qwen2", "qwen3", "qwen3_moe_every_second", "deepseek_v2",
-    "deepseek_v3_dense",
+    "deepseek_v2_groups", "deepseek_v3_dense",
 )  # fmt: skip
 VARIANTS = [
     pytest.param(name, marks=pytest.mark.thorough) if name in _TWINS else name for name in CASES

@@ -27,7 +27,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
-@pytest.mark.parametrize("name", SAME_AS_RECORD)
+@pytest.mark.parametrize("name", [*SAME_AS_RECORD, "choose_experts"])
 def test_signature_is_that_of_the_record(name: str) -> None:
     record = OPS[name]
     parameters = inspect.signature(getattr(functional, name)).parameters
@@ -120,6 +120,27 @@ def test_experts_are_the_reference(tokens: int, chosen: int, num: int, activatio
     got = functional.experts(*operands, activation=activation).numpy()
     wanted = reference("experts", *(o.numpy() for o in operands), activation=activation)
     np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+@settings(deadline=None)
+@given(
+    tokens=st.integers(1, 5),
+    groups=st.sampled_from([1, 2, 4]),
+    k=st.integers(1, 3),
+    renormalise=st.booleans(),
+)
+def test_chosen_experts_are_the_reference(
+    tokens: int, groups: int, k: int, renormalise: bool
+) -> None:
+    logits, correction = random(tokens, 12), random(12, seed=1)
+    attrs: dict[str, Any] = {
+        "k": k, "groups": groups, "chosen_groups": max(groups // 2, 1), "scaling": 2.5,
+        "renormalise": renormalise,
+    }  # fmt: skip
+    shares, ids = functional.choose_experts(logits, correction, **attrs)
+    wanted = OPS["choose_experts"].reference(logits.numpy(), correction.numpy(), **attrs)
+    np.testing.assert_array_equal(ids.numpy(), wanted[1])
+    np.testing.assert_allclose(shares.numpy(), wanted[0], rtol=1e-5)
 
 
 @settings(deadline=None)

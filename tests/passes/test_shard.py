@@ -15,6 +15,8 @@ from metainfer.ir.parser import parse_module
 from metainfer.ir.printer import print_module
 from metainfer.models.decoder import Decoder
 from metainfer.models.decoder_config import DecoderConfig
+from metainfer.models.latent_config import LatentConfig
+from metainfer.passes.absorb_latents import absorb_latents
 from metainfer.passes.canonicalize import canonicalize
 from metainfer.passes.raise_ops import raise_ops
 from metainfer.passes.shard import shard
@@ -109,6 +111,28 @@ def test_few_key_heads_are_repeated_and_said_so() -> None:
     assert {op.attr["times"] for op in load.ops if op.name == "repeat_rows"} == {4}
     (line,) = [d for d in target.report.decisions if "key and value heads" in d.subject]
     assert "held by 4 ranks" in line.reason
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(8, marks=pytest.mark.thorough)])
+def test_latents_are_held_by_all_ranks_and_their_heads_by_one(tp: int) -> None:
+    latent = LatentConfig(rank=16, rope_width=8, plain_width=12, value_width=4, query_rank=0)
+    module, weights = captured(config(kv_heads=8, latent=latent))
+    target = rank_target((("tp", tp),))
+    absorbed = absorb_latents(module, target)
+    local = as_ranks(absorbed, target)
+    block = next(g for g in local.graphs if g.states)
+    shapes = {w.name: tuple(n.static for n in w.tensor.shape) for w in block.weights}
+    assert shapes["@self_attn.kv_b_proj.weight.keys"] == (8 // tp, 12, 16)
+    assert shapes["@self_attn.kv_b_proj.weight.values"] == (8 // tp, 4, 16)
+    assert block.states[0].state == absorbed.graph("layer").states[0].state
+    (line,) = [d for d in target.report.decisions if "$self_attn.kv" in d.subject and d.data
+               and d.place == "shard"]  # fmt: skip
+    assert f"96 bytes on each rank, {tp} times the room of one copy" in line.reason
+    one, many = (make(m, weights.__getitem__, 8, PAGE) for make, m in
+                 ((OneRank, module), (ManyRanks, local)))  # fmt: skip
+    for tokens, step in two_steps():
+        (got,) = many.run([(tokens, step)])
+        np.testing.assert_allclose(got, one.run(tokens, step), atol=2e-5, rtol=2e-5)
 
 
 def test_heads_that_do_not_divide_leave_attention_whole_with_the_rule() -> None:
