@@ -105,7 +105,10 @@ class Bound:
 
     def _ready(self, compiled: Any) -> Callable[[], object]:
         launch = self._launch
-        given = {**launch.arguments, **launch.constants_on(early=launch.is_early and starts_early())}
+        given = {
+            **launch.arguments,
+            **launch.constants_on(early=launch.is_early and starts_early()),
+        }
         grid = (*launch.grid, 1, 1)[:3]
         # All parameters in order, as Triton hands them on itself.
         return partial(compiled[grid], *(_address(given[n]) for n in launch.function.arg_names))

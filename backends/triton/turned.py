@@ -159,4 +159,3 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
 
 def _name(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-
