@@ -8,7 +8,6 @@ import torch
 from torch_samples import scalar
 
 from metainfer.backends.torch.check import make_op
-from metainfer.backends.torch.codes import CODES_LAYOUT
 from metainfer.backends.torch.tensors import to_numpy, to_torch
 from metainfer.backends.triton.experts import (
     Experts,
@@ -17,10 +16,11 @@ from metainfer.backends.triton.experts import (
     sort_pairs,
     sort_pieces,
     tile_limit,
-    weight_of,
 )
+from metainfer.backends.triton.experts_weight import weight_of
 from metainfer.backends.triton.interpreter import prepare
 from metainfer.backends.triton.scratch import carve
+from metainfer.backends.triton.words import LAYOUT
 from metainfer.ir.dtypes import Block, BlockArray, DType, parse_dtype, quantize
 from metainfer.ir.graph import Op
 from metainfer.ir.interpret import Data
@@ -89,7 +89,7 @@ def call_of(case: Case, device: str = "cpu") -> Experts:
 
     def moved(array: Any) -> Any:
         if isinstance(array, BlockArray):
-            return CODES_LAYOUT.pack(array).to(device)
+            return LAYOUT.pack(array).to(device)
         return to_torch(array.copy()).to(device)
 
     x, ids, shares, *stacks = (moved(d) for d in data)

@@ -12,16 +12,14 @@ from typing import Any
 import torch
 
 from metainfer.backends.torch.call import TorchCall
-from metainfer.backends.torch.codes import Codes
 from metainfer.backends.torch.tensors import BlockTensors
 from metainfer.backends.triton.attention import power_above, sms_of
 from metainfer.backends.triton.emit.epilogue import emit_epilogue, emit_row_epilogue
 from metainfer.backends.triton.emit.source import body_of
-from metainfer.backends.triton.interpreter import is_interpreting
+from metainfer.backends.triton.experts_weight import Weight, weight_of
 from metainfer.backends.triton.launch import Launch
 from metainfer.backends.triton.pointwise import argument, sizes_of, strided_of
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
-from metainfer.ir.dtypes import F4E2M1, F8E8M0, MXFP4, NVFP4
 from metainfer.ir.errors import Unsupported
 
 DIRECT_PAIRS = 16  # up to so many, each pair is a tile of its own and nothing is sorted
@@ -29,6 +27,7 @@ EXACT_PAIRS = 1024  # up to so many, the pairs' results are kept in float32
 MOST_PARTS = 8
 SMALLEST_ROWS = 16
 _FP8_ROWS, _FP8_DEPTH = 64, 32
+_TURNED = ("ordered", "e2m1")  # formats whose codes are widened before they are multiplied
 _FEW_PAIRS = 2048  # up to so many, each is compared with all others
 _COMPARED = 4096  # comparisons of a program, then
 _COUNTED = 65536  # comparisons with experts at once
@@ -50,6 +49,7 @@ class Tile:
         depth: inputs of one step of the loop, at most; it divides the width.
         num_warps: warps of a program.
         num_stages: buffers of the loop.
+        is_turned: whether outputs are the rows of the matrix instruction, tokens its columns.
     """
 
     rows: int
@@ -57,6 +57,7 @@ class Tile:
     depth: int
     num_warps: int
     num_stages: int
+    is_turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,41 +67,6 @@ class Tiles:
     gate_up: Tile
     down: Tile
     parts: int = 1
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One stack of expert weights as the kernels read it.
-
-    Shapes: codes [E, outputs, inputs or bytes], scales [E, blocks of outputs, blocks of inputs].
-
-    Attributes:
-        codes: numbers or codes; only the last dim must be dense.
-        format: "plain", "e4m3" or "e2m1".
-        scales: one for each block; the codes themselves where there are none.
-        high: outputs of a block, 0 for all.
-        wide: inputs of a block, 0 for all.
-        powers: scales are exponents of two.
-        rows: second scales, [E, outputs, 1]; None without.
-    """
-
-    codes: torch.Tensor
-    format: str
-    scales: torch.Tensor
-    high: int = 0
-    wide: int = 0
-    powers: bool = False
-    rows: torch.Tensor | None = None
-
-    @property
-    def second(self) -> torch.Tensor:
-        """Second scales, or what stands in their place."""
-        return self.scales if self.rows is None else self.rows
-
-    @property
-    def inputs(self) -> int:
-        """Inputs of the product."""
-        return self.codes.shape[2] * (2 if self.format == "e2m1" else 1)
 
 
 @dataclass(frozen=True)
@@ -142,24 +108,6 @@ class Experts:
     def num_experts(self) -> int:
         """Experts held here."""
         return self.gate.codes.shape[0]
-
-
-def weight_of(data: torch.Tensor | Codes) -> Weight:
-    """A weight as the runtime holds it: a tensor, or the packing ``torch.codes``.
-
-    Raises: Unsupported for a format that the kernels do not read.
-    """
-    if isinstance(data, torch.Tensor):
-        return Weight(data, "plain", data)
-    high, wide = data.format.extents(2)
-    powers = data.format.scale == F8E8M0
-    scales = data.scales.view(torch.uint8) if powers else data.scales
-    if data.format.element == F4E2M1:
-        if data.format not in (MXFP4, NVFP4):
-            raise Unsupported(f"experts of {data.format}", advice=f"known are {MXFP4} and {NVFP4}")
-        return Weight(data.codes, "e2m1", scales, high, wide, powers, data.row_scales)
-    codes = data.codes.view(torch.float8_e4m3fn)
-    return Weight(codes, "e4m3", scales, high, wide, powers)
 
 
 def of_call(call: TorchCall) -> Experts:
@@ -220,11 +168,10 @@ def check(call: Experts) -> None:
     if not all(t.is_contiguous() for t in dense.values()) or call.x.stride(1) != 1:
         raise Unsupported("experts: x, ids, weights or the result have gaps", advice="copy them")
     for name, weight in (("gate", call.gate), ("up", call.up), ("down", call.down)):
-        step = weight.wide if weight.format == "e2m1" else 1
-        if weight.inputs % SMALLEST_ROWS or weight.inputs % step:
+        if weight.inputs % SMALLEST_ROWS:
             raise Unsupported(
                 f"experts: {name} takes {weight.inputs} inputs",
-                advice="the kernels take multiples of 16, of 32 in MXFP4: pad the weight",
+                advice="the kernels take multiples of 16: pad the weight",
             )
         if weight.codes.stride(2) != 1:
             raise Unsupported(f"experts: rows of {name} have gaps", advice="copy it")
@@ -282,13 +229,13 @@ def tiles_for(call: Experts, *, wide: bool = False) -> Tiles:
     if call.pairs <= DIRECT_PAIRS:
         return _direct_tiles(call, form)
     rows = next((n for n in (16, 32, 64) if each <= 1.5 * n), 128)
+    if form in _TURNED:
+        return _turned_tiles(rows, form, wide=wide)
     if rows <= 32:
-        depth, stages = {"plain": (128, 4), "e4m3": (128, 5), "e2m1": (256, 4)}[form]
         # NOTE: 64 outputs of a scaled product become wgmma with its operands swapped, and tokens
         # are then read 4 bytes at a time.
-        columns = 16 if form == "e2m1" else 32
-        gate_up = Tile(rows, columns, depth, 4, stages)
-        return Tiles(gate_up, replace(gate_up, columns=2 * columns))
+        gate_up = Tile(rows, 32, 128, 4, 4 if form == "plain" else 5)
+        return Tiles(gate_up, replace(gate_up, columns=64))
     if rows == 64:
         return Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3))
     if wide:
@@ -296,20 +243,41 @@ def tiles_for(call: Experts, *, wide: bool = False) -> Tiles:
     return Tiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3))
 
 
+def _turned_tiles(rows: int, form: str, *, wide: bool) -> Tiles:
+    """Tiles of sorted pairs whose weights are widened in the registers of the first operand."""
+    if rows <= 32:
+        # More programs a processor serve words better than more of their bytes on the way.
+        steps = (256, 4, 3) if form == "e2m1" else (128, 4, 4)
+        tile = Tile(rows, 64, *steps, is_turned=True)
+    elif rows == 64 or not wide:
+        tile = Tile(64, 128, 128, 8, 3, is_turned=True)
+    else:
+        tile = Tile(128, 128, 128, 8, 3, is_turned=True)
+    return Tiles(replace(tile, columns=tile.columns // 2), tile)
+
+
 def _direct_tiles(call: Experts, form: str) -> Tiles:
-    """One pair a tile: few columns, so that all multiprocessors read weights."""
-    depth = {"plain": 128, "e4m3": 128, "e2m1": 256}[form]
-    down = Tile(SMALLEST_ROWS, 32, depth, 4, 4)
+    """One pair a tile: few columns, so that all multiprocessors read weights.
+
+    All but codes by codes are turned: outputs are many, tokens one.
+    """
+    depth, stages = {"plain": (128, 4), "e4m3": (128, 4), "ordered": (256, 3), "e2m1": (256, 4)}[
+        form
+    ]
+    turned = form != "e4m3"
+    down = Tile(SMALLEST_ROWS, 64 if turned else 32, depth, 4, stages, turned)
     programs = call.pairs * -(-call.out.shape[1] // down.columns)
     parts = power_above(-(-2 * sms_of(call.x.device) // programs))
     steps = max(call.down.inputs // (2 * depth), 1)
     parts = max(min(parts, 1 << (steps.bit_length() - 1), MOST_PARTS), 1)
-    return Tiles(Tile(SMALLEST_ROWS, 16, depth, 4, 4), down, parts)
+    return Tiles(replace(down, columns=down.columns // 2), down, parts)
 
 
 def _depth(tile: Tile, weight: Weight, group: int) -> int:
-    """The largest step that divides the inputs and lies within a block of scales, of x's too."""
-    step = gcd(weight.inputs, tile.depth)
+    """The largest step that divides the inputs and suits blocks of scales, of x's too."""
+    step = gcd(weight.filled, tile.depth)
+    if weight.wide and weight.wide % step and step % weight.wide:
+        step = gcd(step, weight.wide)
     if weight.format == "e4m3" and weight.wide:
         step = gcd(step, weight.wide)
     return gcd(step, group) if group > 0 else step
@@ -368,21 +336,27 @@ def sort_pieces(pairs: int, experts: int) -> tuple[Piece, Piece]:
 
 
 def _format(weight: Weight, tile: Tile, direct: bool, group: int = -1) -> dict[str, Any]:
+    depth = _depth(tile, weight, group)
+    is_fp8 = weight.format in ("e4m3", "ordered")
+    is_narrow = 0 < weight.wide < depth
     return {
         "FORMAT": weight.format, "HIGH": weight.high, "WIDE": weight.wide,
         "POWERS": weight.powers, "ROWS": tile.rows, "COLUMNS": tile.columns,
-        "DEPTH": _depth(tile, weight, group), "DIRECT": direct,
+        "DEPTH": depth, "DIRECT": direct,
         # A block of scales spans the columns of every tile.
-        "ALIKE": weight.format == "e4m3" and weight.high % tile.columns == 0,
-        # Triton's scaled product takes powers of two, and has no form in its interpreter.
-        "NATIVE": weight.powers and not is_interpreting(),
+        "ALIKE": is_fp8 and not is_narrow and weight.high % tile.columns == 0,
+        "RAGGED": weight.filled != weight.inputs, "TURNED": tile.is_turned,
         "ROWED": weight.rows is not None,
     }  # fmt: skip
 
 
 def _scale_strides(weight: Weight) -> dict[str, int]:
     stride = weight.scales.stride()
-    return {"scale_expert": stride[0], "scale_out": stride[1], "scale_in": stride[2]}
+    if weight.format == "e2m1":
+        steps = {"scale_out": stride[3], "scale_in": stride[2], "scale_half": stride[1]}
+    else:
+        steps = {"scale_out": stride[1], "scale_in": stride[2], "scale_half": 0}
+    return {"scale_expert": stride[0], **steps}
 
 
 def _gate_up(
@@ -477,5 +451,6 @@ def _matrix(dtype: torch.dtype, tile: Tile, depth: int) -> str:
     instruction takes fewer than 32 codes of a row: shorter steps widen them to bf16.
     """
     if dtype == torch.float8_e4m3fn:
-        return "f8e4m3" if tile.rows >= _FP8_ROWS and depth >= _FP8_DEPTH else ""
+        rows = 2 * tile.columns if tile.is_turned else tile.rows
+        return "f8e4m3" if rows >= _FP8_ROWS and depth >= _FP8_DEPTH else ""
     return "f16" if dtype == torch.float16 else "bf16"

@@ -10,7 +10,7 @@ from metainfer.backends.kernel import Constraint, Query
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.tensors import BlockTensors
 from metainfer.backends.triton.launch import Launch
-from metainfer.backends.triton.linear import BAND, Storage, Tile, activations_of
+from metainfer.backends.triton.linear import BAND, Storage, Tile, activations_of, is_alike
 from metainfer.ir.dtypes import F8E4M3, F32, Block
 from metainfer.ir.graph import Op
 
@@ -50,6 +50,10 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                     "step": getattr(weight_tiles, step), "FORMAT": format_,
                     "GROUP": given.group, "KEPT": getattr(tl, KEPT[kept]),
                     "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "BAND": BAND,
+                    "TURNED": tile.is_turned,
+                    # Of a tile's rows half are gates; those of up begin a block where they do.
+                    "ALIKE": is_alike(given, format_, tile.columns // 2)
+                    and columns % format_[0] == 0,
                 },
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,

@@ -11,13 +11,14 @@ from metainfer.backends.kernel import Constraint, Effort, Query
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.codes import Codes
 from metainfer.backends.torch.tensors import BlockTensors
+from metainfer.backends.triton import words
 from metainfer.backends.triton.emit.epilogue import emit_epilogue
 from metainfer.backends.triton.emit.source import body_of
 from metainfer.backends.triton.launch import Launch
-from metainfer.backends.triton.nibbles import Nibbles
 from metainfer.backends.triton.pointwise import argument, sizes_of
+from metainfer.backends.triton.words import Words
 from metainfer.hardware.device import Device
-from metainfer.ir.dtypes import F8E4M3, F32, Block, DType
+from metainfer.ir.dtypes import F4E2M1, F8E4M3, F8E8M0, F32, Block, DType
 from metainfer.ir.graph import Op
 
 ALONE = 0.5  # of a processor's rate that a program reaches with nobody beside it
@@ -41,6 +42,7 @@ class Tile:
             each processor of a large card, or two.
         head: columns of the weight that a program of such a product reads before it waits for the
             launch in front; weights of plain numbers only.
+        is_turned: whether rows of the weight are those of the matrix instruction.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Tile:
     num_stages: int
     sharing: int = 128
     head: int = 0
+    is_turned: bool = False
 
     def programs(self, rows: int, columns: int) -> int:
         """Programs of a product."""
@@ -137,6 +140,11 @@ def activations_of(x: torch.Tensor | BlockTensors) -> Activations:
     return Activations((x,), -1, "f16" if x.dtype == torch.float16 else "bf16")
 
 
+def is_alike(x: Activations, format_: Any, columns: int) -> bool:
+    """Whether scales of fp8 codes are few: blocks span the rows of the weight that a tile has."""
+    return x.group >= 0 and format_[0] > 0 and format_[0] % columns == 0
+
+
 def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Launch]]:
     """Launches of a group that begins with a linear, by one storage and tile."""
 
@@ -169,7 +177,8 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                 {
                     "step": getattr(weight_tiles, step), "epilogue": epilogue.function(),
                     "FORMAT": format_, "GROUP": given.group, "BM": tile.rows, "BN": tile.columns,
-                    "BK": tile.inner, "BAND": BAND,
+                    "BK": tile.inner, "BAND": BAND, "TURNED": tile.is_turned,
+                    "ALIKE": is_alike(given, format_, tile.columns),
                 },
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
@@ -204,7 +213,7 @@ def stored_as(storage: Storage, tile: Tile) -> Constraint:
 
 
 def takes_rows(tile: Tile) -> Constraint:
-    """The matrix units multiply fp8 codes by as few rows as a tile has.
+    """The matrix units multiply fp8 codes by as few rows as a tile has, of the weight where turned.
 
     Those of wgmma and tcgen05 do by 64 and more; by fewer Triton widens codes to f16 and multiplies
     those.
@@ -212,7 +221,7 @@ def takes_rows(tile: Tile) -> Constraint:
 
     def check(query: Query) -> str | None:
         wide = query.device.has("wgmma") or query.device.has("tcgen05")
-        few = tile.rows < _WGMMA_ROWS and wide
+        few = (tile.columns if tile.is_turned else tile.rows) < _WGMMA_ROWS and wide
         return f"{_WGMMA_ROWS} at least" if few else None
 
     return Constraint(f"matrix units that take {tile.rows} rows of fp8 codes", check)
@@ -242,18 +251,14 @@ def _plain_parts(weight: torch.Tensor) -> tuple[str, tuple[torch.Tensor, ...], A
 
 
 def _codes_hold(weight: DType, x: DType, tile: Tile) -> bool:
-    if not isinstance(weight, Block) or weight.offset is not None:
+    """e4m3 codes that are exact in 16 bits, by scales of whole steps or by narrow ones."""
+    if not isinstance(weight, Block) or not weight.is_single or weight.element != F8E4M3:
         return False
     high, wide = weight.extents(2)
-    if weight.element == F8E4M3 and weight.row is None and (wide == 0 or wide % tile.inner == 0):
+    if wide == 0 or wide % tile.inner == 0:
         return True
     narrow = weight.scale.name in ("f8e8m0", "f8e4m3")
-    return (
-        weight.element.name in ("f8e4m3", "f4e2m1")
-        and narrow
-        and high == 1
-        and (wide > 0 and tile.inner % wide == 0)
-    )
+    return narrow and high == 1 and tile.inner % wide == 0
 
 
 def _blocks_hold(weight: DType, x: DType, tile: Tile) -> bool:
@@ -265,10 +270,22 @@ def _blocks_hold(weight: DType, x: DType, tile: Tile) -> bool:
     return high > 1 and narrow and tile.inner % wide == 0
 
 
-def _blocks_parts(weight: Codes) -> tuple[str, tuple[torch.Tensor, ...], Any]:
-    high, wide = weight.format.extents(2)
+def _ordered_parts(weight: Words) -> tuple[str, tuple[torch.Tensor, ...], Any]:
     codes = weight.codes.view(torch.float8_e4m3fn)
-    return "group_step", (codes, _bytes(weight.scales)), ("bytes", wide, high, "")
+    return "ordered_step", (codes, _bytes(weight.scales)), weight.format.extents(2)
+
+
+def _words_hold(weight: DType, x: DType, tile: Tile) -> bool:
+    fp4 = isinstance(weight, Block) and weight.element == F4E2M1
+    return fp4 and words.takes(weight) and x.name == "bf16"
+
+
+def _words_parts(weight: Words) -> tuple[str, tuple[torch.Tensor, ...], Any]:
+    pointers: tuple[torch.Tensor, ...] = (weight.codes, weight.scales)
+    if weight.row_scales is not None:
+        pointers = (*pointers, weight.row_scales)
+    format_ = weight.format
+    return "words_step", pointers, ("lifted", words.group_of(format_), format_.scale == F8E8M0)
 
 
 def _rounded_hold(weight: DType, x: DType, tile: Tile) -> bool:
@@ -281,21 +298,7 @@ def _rounded_hold(weight: DType, x: DType, tile: Tile) -> bool:
 
 def _rounded_parts(weight: Codes) -> tuple[str, tuple[torch.Tensor, ...], Any]:
     codes = weight.codes.view(torch.float8_e4m3fn)
-    return "fp8_step", (codes, _bytes(weight.scales)), weight.format.extents(2)
-
-
-def _codes_parts(weight: Codes) -> tuple[str, tuple[torch.Tensor, ...], Any]:
-    high, wide = weight.format.extents(2)
-    scales = _bytes(weight.scales)
-    if weight.format.element != F8E4M3:
-        pointers: tuple[torch.Tensor, ...] = (weight.codes, scales)
-        if weight.row_scales is None:
-            return "group_step", pointers, ("f4e2m1", wide, 1, "")
-        return "group_step", (*pointers, weight.row_scales), ("f4e2m1", wide, 1, "rows")
-    codes = weight.codes.view(torch.float8_e4m3fn)
-    if wide == 0 or wide >= 64:
-        return "fp8_step", (codes, scales), (high, wide)
-    return "group_step", (codes, scales), ("bytes", wide, 1, "")
+    return "rounded_step", (codes, _bytes(weight.scales)), weight.format.extents(2)
 
 
 def _groups_hold(*elements: str) -> Callable[[DType, DType, Tile], bool]:
@@ -312,45 +315,50 @@ def _groups_hold(*elements: str) -> Callable[[DType, DType, Tile], bool]:
     return holds
 
 
-def _nibble_parts(weight: Nibbles) -> tuple[str, tuple[torch.Tensor, ...], Any]:
-    format_ = weight.format
+def _counted_parts(weight: Words) -> tuple[str, tuple[torch.Tensor, ...], Any]:
     pointers: tuple[torch.Tensor, ...] = (weight.codes, _bytes(weight.scales))
     if weight.offsets is not None:
         pointers = (*pointers, weight.offsets)
-    beside = "" if weight.offsets is None else "offsets"
-    return "group_step", pointers, (format_.element.name, format_.block[0], 1, beside)
-
-
-def _byte_parts(weight: BlockTensors) -> tuple[str, tuple[torch.Tensor, ...], Any]:
-    pointers: tuple[torch.Tensor, ...] = (weight.codes, _bytes(weight.scales))
-    if weight.offsets is not None:
-        pointers = (*pointers, weight.offsets)
-    beside = "" if weight.offsets is None else "offsets"
-    return "group_step", pointers, ("bytes", weight.format.block[0], 1, beside)
+    leasts = {"i4": -8.0, "u4": 0.0}
+    codes = weight.codes.view(torch.int8) if weight.format.element.name == "i8" else weight.codes
+    format_ = (weight.format.block[0], leasts.get(weight.format.element.name))
+    return "counted_step", (codes, *pointers[1:]), format_
 
 
 STORAGES: Mapping[str, Storage] = {
     s.name: s
     for s in (
         Storage("plain", "of the activations' type", "", lambda w, x, _: w == x, _plain_parts),
-        Storage("codes", "fp8 or fp4 codes", "torch.codes", _codes_hold, _codes_parts),
-        Storage(
-            "blocks", "fp8 codes in small blocks", "torch.codes", _blocks_hold, _blocks_parts
-        ),
+        Storage("codes", "fp8 codes", words.NAME, _codes_hold, _ordered_parts),
+        Storage("blocks", "fp8 codes in small blocks", words.NAME, _blocks_hold, _ordered_parts),
+        Storage("fp4", "fp4 codes in groups", words.NAME, _words_hold, _words_parts),
         Storage(
             "fp8", "fp8 codes, of activations that are", "torch.codes", _rounded_hold,
             _rounded_parts, is_rounded=True,
         ),
         Storage(
-            "int4", "4-bit integers in groups", "triton.nibbles", _groups_hold("u4", "i4"),
-            _nibble_parts,
+            "int4", "4-bit integers in groups", words.NAME, _groups_hold("u4", "i4"),
+            _counted_parts,
         ),
         Storage(
-            "int8", "8-bit integers in groups", "", _groups_hold("i8", "u8"), _byte_parts
+            "int8", "8-bit integers in groups", words.NAME, _groups_hold("i8", "u8"),
+            _counted_parts,
         ),
     )
 }  # fmt: skip
-# Rows of a step of decoding; of a few sequences, or a short prompt; of many tokens.
+
+
+def _coded(many: Tile) -> tuple[Tile, ...]:
+    return (
+        Tile("m16", 16, 64, 128, 4, 4, is_turned=True),
+        Tile("m64", 64, 128, 128, 8, 3, is_turned=True),
+        many,
+    )
+
+
+# Rows of a step of decoding; of a few sequences, or a short prompt; of many tokens. Codes are
+# widened in the registers of the first operand, so their tiles are turned; the largest are cut so
+# that no card spills registers.
 TILES: Mapping[str, tuple[Tile, ...]] = {
     "plain": (
         Tile("m16", 16, 32, 128, 4, 4),
@@ -360,23 +368,29 @@ TILES: Mapping[str, tuple[Tile, ...]] = {
     # Hopper multiplies fp8 by 64 rows and more only: a thin tile is for its few rows. The last one
     # is for scales of 64 numbers each: blocks of 128 that ranks cut in half.
     "fp8": (
-        Tile("m16", 16, 32, 128, 4, 4),
+        Tile("m16", 16, 64, 128, 4, 5, is_turned=True),
         Tile("thin", 64, 32, 128, 4, 4),
         Tile("m64", 64, 64, 128, 4, 3),
         Tile("m128", 128, 128, 128, 8, 3),
         Tile("half", 64, 64, 64, 4, 4),
     ),
-    **dict.fromkeys(
-        ("codes", "blocks", "int4", "int8"),
-        (
-            Tile("m16", 16, 32, 128, 4, 3),
-            Tile("m64", 64, 64, 64, 4, 3),
-            Tile("m128", 128, 64, 64, 8, 2),
-        ),
-    ),
+    **dict.fromkeys(("codes", "blocks"), _coded(Tile("m128", 128, 64, 128, 4, 3, is_turned=True))),
+    "fp4": _coded(Tile("m128", 128, 128, 128, 8, 2, is_turned=True)),
+    **dict.fromkeys(("int4", "int8"), _coded(Tile("m128", 128, 64, 128, 8, 3, is_turned=True))),
 }
+
+
+def _few16(inner: int, num_stages: int) -> Tile:
+    return Tile("few16", 16, 64, inner, 4, num_stages, sharing=512)
+
+
+_FEW64 = (
+    Tile("few64", 64, 64, 128, 4, 3, sharing=256),
+    Tile("wide64", 64, 128, 128, 8, 3, sharing=256),
+)
 # Few rows, the weight streamed: two programs on each processor, or one with more on its way. A head
-# wants room for a third: the next launch's, which reads its own while these end.
+# wants room for a third: the next launch's, which reads its own while these end. Codes take the
+# arithmetic of several programs to be widened as fast as they come.
 SKINNY_TILES: Mapping[str, tuple[Tile, ...]] = {
     "plain": (
         Tile("few16", 16, 64, 128, 4, 5),
@@ -386,10 +400,8 @@ SKINNY_TILES: Mapping[str, tuple[Tile, ...]] = {
         Tile("deep64", 64, 64, 128, 4, 5),
         Tile("wide64", 64, 128, 64, 4, 5),
     ),
-    **dict.fromkeys(
-        ("codes", "blocks", "int4", "int8"),
-        (Tile("few16", 16, 64, 128, 4, 5), Tile("few64", 64, 64, 64, 4, 4)),
-    ),
+    **dict.fromkeys(("codes", "blocks", "int4", "int8"), (_few16(128, 5), *_FEW64)),
+    "fp4": (_few16(256, 4), *_FEW64),
 }
 # Of queries, keys and values that are normed: whole heads of 128.
 TURNED_TILES = (

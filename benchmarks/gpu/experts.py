@@ -2,10 +2,12 @@
 
     python benchmarks/gpu/experts.py                          # Qwen3-30B-A3B, all formats
     python benchmarks/gpu/experts.py --model mixtral --only bf16 --sweep
+    python benchmarks/gpu/experts.py --model wide_256 --only mxfp4 --tokens 1 16 256 4096
 
 Random data and routing, another routing in each call, so that no call finds its weights in the
 cache. Bytes: the weights of the experts that were really chosen, tokens in and out. torch's
-grouped product does the two products on pairs that are sorted already, nothing else.
+grouped product does the two products on pairs that are sorted already, nothing else; codes are
+widened for it first, by the kernel that does so for products of many rows.
 """
 
 import argparse
@@ -15,7 +17,15 @@ from dataclasses import dataclass, replace
 import torch
 from timing import Row, announce, captured_us, ceilings
 
-from metainfer.backends.triton.experts import Experts, Tile, Tiles, Weight, experts, tiles_for
+from metainfer.backends.triton import words
+from metainfer.backends.triton.experts import Experts, Tile, Tiles, experts, tiles_for
+from metainfer.backends.triton.experts_weight import weight_of
+from metainfer.backends.triton.widened import widening
+from metainfer.backends.triton.words import Words
+from metainfer.ir.dtypes import parse_dtype
+from metainfer.ir.types import tensor
+
+Stacks = tuple[torch.Tensor | Words, torch.Tensor | Words, torch.Tensor | Words]
 
 
 @dataclass(frozen=True)
@@ -32,49 +42,52 @@ MODELS = {
     "qwen3_30b": Model(128, 8, 2048, 768),
     "qwen3_235b_of_8": Model(16, 8, 4096, 1536),
     "mixtral": Model(8, 2, 4096, 14336),
+    "wide_256": Model(256, 6, 4096, 2048),
 }
-FORMATS = {"bf16": 2.0, "e4m3": 1.0 + 4 / 128**2, "e2m1": 0.5 + 1 / 32}
+# Their bytes a number, and their text.
+FORMATS = {"bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+TEXTS = {"fp8": "f8e4m3/128x128:f32", "mxfp4": "f4e2m1/32:f8e8m0", "nvfp4": "f4e2m1/16:f8e4m3*f32"}
 TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096, 16384)
 ROUTINGS = 6
 
 
-def stack(num: int, outputs: int, inputs: int, form: str) -> Weight:
+def stack(num: int, outputs: int, inputs: int, form: str) -> torch.Tensor | Words:
     """Random weights of a format."""
     if form == "bf16":
         made = torch.empty(num, outputs, inputs, device="cuda", dtype=torch.bfloat16)
         for part in made:
             part.normal_(std=inputs**-0.5)
-        return Weight(made, "plain", made)
-    if form == "e4m3":
-        codes = torch.empty(num, outputs, inputs, device="cuda", dtype=torch.float8_e4m3fn)
+        return made
+    typed = words.typed(tensor(parse_dtype(TEXTS[form]), num, outputs, inputs))
+    if form == "fp8":
+        codes = torch.empty(typed.codes.shape, device="cuda", dtype=torch.float8_e4m3fn)
         for part in codes:
-            part.copy_(torch.randn(outputs, inputs, device="cuda"))
-        shape = (num, -(-outputs // 128), -(-inputs // 128))
-        scales = (torch.rand(shape, device="cuda") + 0.5) * inputs**-0.5
-        return Weight(codes, "e4m3", scales, 128, 128)
-    packed = torch.randint(0, 256, (num, outputs, inputs // 2), device="cuda", dtype=torch.uint8)
-    shape = (num, outputs, inputs // 32)
-    powers = torch.randint(119, 122, shape, device="cuda", dtype=torch.uint8)
-    return Weight(packed, "e2m1", powers, 1, 32, True)
+            part.copy_(torch.randn(part.shape, device="cuda"))
+        scales = (torch.rand(typed.scales.shape, device="cuda") + 0.5) * inputs**-0.5
+        return Words(typed.format, codes.view(torch.uint8), scales, None, inputs)
+    codes = torch.randint(-(2**31), 2**31, typed.codes.shape, device="cuda", dtype=torch.int32)
+    # Powers of two near 2^-7, and of NVFP4 scales near 1 with one for each row beside them.
+    low, high = (119, 122) if form == "mxfp4" else (72, 88)
+    shape = (*typed.scales.shape, 4)
+    scales = torch.randint(low, high, shape, device="cuda", dtype=torch.uint8).view(torch.int32)
+    rows = None
+    if typed.row_scales is not None:
+        rows = torch.full(typed.row_scales.shape, 2.0**-8, device="cuda")
+    return Words(typed.format, codes, scales[..., 0], rows, inputs)
 
 
-def widened(weight: Weight, expert: int) -> torch.Tensor:
-    """One expert's weights in float32."""
-    codes = weight.codes[expert]
-    if weight.format == "plain":
-        return codes.float()
-    if weight.format == "e4m3":
-        scales = weight.scales[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return codes.float() * scales[: codes.shape[0], : codes.shape[1]]
-    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda")
-    table = torch.cat([table, -table])
-    both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    powers = torch.exp2(weight.scales[expert].float() - 127)
-    return table[both.long()] * powers.repeat_interleave(32, -1)
+def widened(weight: torch.Tensor | Words, expert: int) -> torch.Tensor:
+    """One expert's weights in float32, by torch's own operations."""
+    if isinstance(weight, torch.Tensor):
+        return weight[expert].float()
+    rows = None if weight.row_scales is None else weight.row_scales[expert]
+    part = Words(weight.format, weight.codes[expert], weight.scales[expert], rows, weight.width)
+    return words.plain_of(part).dequantize()
 
 
-def calls_of(model: Model, tokens: int, weights: tuple[Weight, Weight, Weight]) -> list[Experts]:
+def calls_of(model: Model, tokens: int, weights: Stacks) -> list[Experts]:
     """Calls on different tokens and routings."""
+    read = tuple(map(weight_of, weights))
 
     def made(seed: int) -> Experts:
         torch.manual_seed(seed)
@@ -82,7 +95,7 @@ def calls_of(model: Model, tokens: int, weights: tuple[Weight, Weight, Weight]) 
         logits = torch.randn(tokens, model.experts, device="cuda")
         share, ids = logits.softmax(-1).topk(model.choices)
         return Experts(
-            x, ids.int(), (share / share.sum(-1, keepdim=True)).bfloat16(), *weights,
+            x, ids.int(), (share / share.sum(-1, keepdim=True)).bfloat16(), *read,
             torch.empty_like(x),
         )  # fmt: skip
 
@@ -97,11 +110,11 @@ def work_of(model: Model, call: Experts, form: str) -> tuple[float, float]:
     return moved, 6.0 * call.pairs * matrix
 
 
-def wrong_by(call: Experts) -> float:
+def wrong_by(call: Experts, weights: Stacks) -> float:
     """Largest difference of the last token from float32, relative to the largest number."""
     x, wanted = call.x[-1].float(), torch.zeros_like(call.x[-1], dtype=torch.float32)
     for expert, share in zip(call.ids[-1].tolist(), call.weights[-1].tolist(), strict=True):
-        gate, up, down = (widened(w, expert) for w in (call.gate, call.up, call.down))
+        gate, up, down = (widened(w, expert) for w in weights)
         hidden = torch.nn.functional.silu(gate @ x) * (up @ x)
         wanted += share * (down @ hidden)
     return float((call.out[-1].float() - wanted).abs().max() / wanted.abs().max())
@@ -117,40 +130,67 @@ def run_all(call: Experts, tiles: Tiles) -> Callable[[], None]:
     return run
 
 
-def grouped(model: Model, call: Experts) -> Callable[[], object] | None:
-    """torch's grouped products on sorted pairs, gate and up joined."""
-    if call.gate.format != "plain" or not hasattr(torch, "_grouped_mm"):
+def grouped(model: Model, call: Experts, weights: Stacks) -> Callable[[], object] | None:
+    """torch's grouped products on sorted pairs, gate and up joined; codes are widened first."""
+    if not hasattr(torch, "_grouped_mm"):
         return None
     order = call.ids.flatten().argsort()
     ends = call.ids.flatten().bincount(minlength=model.experts).cumsum(0).int()
     rows = call.x[order // model.choices]
-    both = torch.cat([call.gate.codes, call.up.codes], 1)
     hidden = torch.randn(call.pairs, model.inner, device="cuda", dtype=torch.bfloat16)
-    down = call.down.codes
+    widenings, (gate, up, down) = [], weights
+    shape = (model.experts, 2, model.inner, model.width)
+    both = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+    if isinstance(gate, torch.Tensor):
+        both[:, 0], both[:, 1] = gate, up
+    else:
+        # Where the halves lie does not matter for the time.
+        halves = both.view(2, model.experts * model.inner, model.width)
+        wide = torch.empty(down.shape, device="cuda", dtype=torch.bfloat16)
+        numbers = wide.view(-1, model.inner)
+        for weight, out in ((gate, halves[0]), (up, halves[1]), (down, numbers)):
+            flat = flattened(weight)
+            widenings.append(widening(flat, out, 0, out.shape[0]))
+        down = wide
+    joined = both.view(model.experts, 2 * model.inner, model.width)
 
     def run() -> object:
+        for launch in widenings:
+            launch.run()
         return (
-            torch._grouped_mm(rows, both.transpose(1, 2), offs=ends),
+            torch._grouped_mm(rows, joined.transpose(1, 2), offs=ends),
             torch._grouped_mm(hidden, down.transpose(1, 2), offs=ends),
         )
 
     return run
 
 
+def flattened(weight: Words) -> Words:
+    """A stack as one matrix. NOTE: scales of words lie otherwise then; the time is the same."""
+    codes = weight.codes.flatten(0, 1)
+    if weight.format.element.name == "f8e4m3":
+        return Words(weight.format, codes, weight.scales.flatten(0, 1), None, weight.width)
+    experts_, halves, chunks, outputs = weight.scales.shape
+    scales = weight.scales.reshape(halves, chunks, experts_ * outputs)
+    rows = None if weight.row_scales is None else weight.row_scales.flatten(0, 1)
+    return Words(weight.format, codes, scales, rows, weight.width)
+
+
 def tiles_of(call: Experts, sweep: bool) -> Iterator[Tiles]:
     """The chosen tiles, the wide ones, and with --sweep variations of either product."""
-    chosen = tiles_for(call)
-    tried = {chosen, tiles_for(call, wide=True)}
-    yield from tried
+    chosen, wide = tiles_for(call), tiles_for(call, wide=True)
+    yield from dict.fromkeys((chosen, wide))
     if not sweep:
         return
+    tried = {chosen, wide}
     rows = chosen.gate_up.rows
-    sizes = (8, 16, 32, 64) if rows <= 32 else (32, 64, 128)
+    sizes = (16, 32, 64) if rows <= 32 else (32, 64, 128)
     for columns in sizes:
         for depth in (64, 128, 256):
             for warps in (4, 8):
                 for stages in (3, 4, 5):
-                    gate_up = Tile(rows, columns, depth, warps, stages)
+                    is_turned = 2 * columns >= 64 and chosen.gate_up.is_turned
+                    gate_up = Tile(rows, columns, depth, warps, stages, is_turned)
                     down = replace(gate_up, columns=2 * columns)
                     made = Tiles(gate_up, down, chosen.parts)
                     if made not in tried:
@@ -160,14 +200,15 @@ def tiles_of(call: Experts, sweep: bool) -> Iterator[Tiles]:
 
 def name_of(tiles: Tiles) -> str:
     a, b = tiles.gate_up, tiles.down
+    rows = f"{a.rows}t" if a.is_turned else str(a.rows)
     return (
-        f"{a.rows}: {a.columns}x{a.depth} {a.num_warps}w{a.num_stages}s, "
+        f"{rows}: {a.columns}x{a.depth} {a.num_warps}w{a.num_stages}s, "
         f"{b.columns}x{b.depth} {b.num_warps}w{b.num_stages}s /{tiles.parts}"
     )
 
 
-def rows_of(model: Model, tokens: int, form: str, weights: tuple[Weight, Weight, Weight],
-            sweep: bool) -> Iterator[Row]:  # fmt: skip
+def rows_of(model: Model, tokens: int, form: str, weights: Stacks, sweep: bool) -> Iterator[Row]:
+    """Lines of one format and number of tokens."""
     calls = calls_of(model, tokens, weights)
     works = [work_of(model, call, form) for call in calls]
     moved, flops = (sum(w[i] for w in works) / len(works) for i in range(2))
@@ -179,11 +220,11 @@ def rows_of(model: Model, tokens: int, form: str, weights: tuple[Weight, Weight,
         except Exception as error:  # Triton has its own for code that does not fit
             print(f"{case:34s} {what:34s} {str(error).splitlines()[:1]}")
             continue
-        off = wrong_by(calls[-1])
+        off = wrong_by(calls[-1], weights)
         yield Row(case, what + ("" if off < 0.02 else f" WRONG {off:.3f}"), us, moved, flops)
-    peers = [grouped(model, call) for call in calls[:2]]
-    if tokens >= 1024 and peers[0] is not None:
-        us = captured_us([p for p in peers if p is not None])
+    peer = grouped(model, calls[0], weights)
+    if peer is not None:
+        us = captured_us([peer])
         yield Row(case, "torch grouped_mm, products alone", us, moved, flops)
 
 

@@ -1,16 +1,19 @@
 """Speed of fp8 activations on this GPU: products of codes by codes, and what rounds to codes.
 
-    python benchmarks/gpu/fp8.py                   # Llama-3.1-8B, all tiles
-    python benchmarks/gpu/fp8.py --rows 8 4096
+    python benchmarks/gpu/fp8.py                   # products of known models, all tiles, the rest
+    python benchmarks/gpu/fp8.py --rows 1 16 --weights f8e4m3/128x128:f32 --only products
 
-Beside each other: the product of codes by codes (tile by tile), the one that widens the weight's
-codes to bf16, and torch's product of bf16 weights; the gated product with its rounding, and its
+Beside each other: the product of codes by codes (tile by tile), those that widen the weight's codes
+to bf16 (in registers, or in scratch before a library product), torch's product of bf16 weights, and
+its products of codes with a scale a row or a block; the gated product with its rounding, and its
 parts; norms and SwiGLU with their rounding. The roofline counts each operand once, at the bf16
 rate of this card.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +25,21 @@ from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.codes import Codes
 from metainfer.backends.torch.tensors import BlockTensors
 from metainfer.backends.triton.fits import typed_call
+from metainfer.backends.triton.words import Words
 from metainfer.hardware.load import load_machine
 from metainfer.ir.graph import Op, Value, attrs_of
 from metainfer.ir.parser import parse_graph
 
+Run = Callable[[], object]
 ROWS = (1, 16, 64, 256, 1024, 4096)
 COPIES = 4  # of a product's data, so that none is found in the cache
 GROUP, BLOCKS = "f8e4m3/128:f32", "f8e4m3/128x128:f32"
-# Name, outputs, inputs: of a layer of Llama-3.1-8B.
-PRODUCTS = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 28672, 4096), ("down", 4096, 14336))
+# Outputs, inputs: of layers of Llama-3.1-8B, Qwen3-30B-A3B and DeepSeek-V3.
+PRODUCTS = (
+    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336),
+    (5120, 2048), (2048, 4096),
+    (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (7168, 2048), (4096, 7168),
+)  # fmt: skip
 INTERMEDIATE, HIDDEN = 14336, 4096
 
 
@@ -91,6 +100,8 @@ def filled(data: Any) -> Any:
     """Data on the GPU for what a typed call has without contents."""
     if isinstance(data, BlockTensors):
         return BlockTensors(data.format, filled(data.codes), filled(data.scales))
+    if isinstance(data, Words):
+        return filled_words(data)
     if isinstance(data, Codes):
         codes = torch.randint(0, 120, data.codes.shape, dtype=torch.uint8, device="cuda")
         return Codes(data.format, codes, filled(data.scales), data.shape)
@@ -98,6 +109,22 @@ def filled(data: Any) -> Any:
     if data.dtype == torch.float8_e4m3fn:
         return made.copy_(torch.randn(data.shape, device="cuda"))
     return made.uniform_(0.5, 1.5) if data.dtype == torch.float32 else made.normal_()
+
+
+def filled_words(data: Words) -> Words:
+    """Random codes with scales near 1."""
+    if data.format.element.name == "f8e4m3":
+        codes = torch.randint(0, 120, data.codes.shape, dtype=torch.uint8, device="cuda")
+        return replace(data, codes=codes, scales=filled(data.scales))
+    codes = torch.randint(-(2**31), 2**31, data.codes.shape, dtype=torch.int32, device="cuda")
+    if data.scales.dtype != torch.int32:
+        offsets = None if data.offsets is None else filled(data.offsets)
+        return replace(data, codes=codes, scales=filled(data.scales), offsets=offsets)
+    near = (72, 88) if data.row_scales is not None else (119, 122)
+    shape = (*data.scales.shape, 4)
+    scales = torch.randint(*near, shape, dtype=torch.uint8, device="cuda").view(torch.int32)
+    rows = None if data.row_scales is None else filled(data.row_scales)
+    return replace(data, codes=codes, scales=scales[..., 0], row_scales=rows)
 
 
 def calls_of(kernel: Kernel, op: Op, rows: int) -> list[TorchCall]:
@@ -134,14 +161,57 @@ def timed(case: str, op: Op, kind: str, rows: int) -> Iterator[Row]:
         yield Row(case, kernel.name, captured_us(runs), *work_of(op, rows))
 
 
-def report(rows: Sequence[int]) -> Iterator[Row]:
+def library(columns: int, inner: int, rows: int) -> Iterator[tuple[str, list[Run]]]:
+    """torch's products of codes by codes: a scale a row, and blocks of 128 as ours."""
+
+    def codes(count: int) -> torch.Tensor:
+        return torch.randn(count, inner, device="cuda").to(torch.float8_e4m3fn)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device="cuda") + 0.5
+
+    # The library wants those of the tokens column by column.
+    of_groups = scales(inner // 128, rows).t()
+    forms = {
+        "row": (scales(rows, 1), scales(1, columns)),
+        "blocks": (of_groups, scales(-(-columns // 128), inner // 128).t()),
+    }
+    pairs = [(codes(rows), codes(columns).t()) for _ in range(COPIES)]
+    for name, (left, right) in forms.items():
+        yield (
+            name,
+            [
+                partial(torch._scaled_mm, x, w, left, right, out_dtype=torch.bfloat16)
+                for x, w in pairs
+            ],
+        )
+
+
+def products(rows: int, weights: Sequence[str]) -> Iterator[Row]:
+    """Products by kernel, beside the library's."""
+    for columns, inner in PRODUCTS:
+        for weight in (*weights, "bf16"):
+            for x in (GROUP, "bf16") if weight == BLOCKS else ("bf16",):
+                op = product(x, weight, columns, inner)
+                case = f"{columns}x{inner} T={rows} {x.split('/')[0]} x {weight.split(':')[0]}"
+                yield from timed(case, op, "linear", rows)
+        op = product(GROUP, BLOCKS, columns, inner)
+        for name, runs in library(columns, inner, rows):
+            case = f"{columns}x{inner} T={rows} f8e4m3 x f8e4m3"
+            try:
+                us = captured_us(runs)
+            except (RuntimeError, ValueError) as error:
+                print(f"{case:34s} torch._scaled_mm {name}: {str(error).splitlines()[0]}")
+                continue
+            yield Row(case, f"torch._scaled_mm {name}", us, *work_of(op, rows))
+
+
+def report(rows: Sequence[int], weights: Sequence[str], only: str) -> Iterator[Row]:
     """All cases, one after the other."""
     for count in rows:
-        for name, columns, inner in PRODUCTS:
-            for x, weight in ((GROUP, BLOCKS), ("bf16", BLOCKS), ("bf16", "bf16")):
-                op = product(x, weight, columns, inner)
-                case = f"{name} T={count} {x.split('/')[0]} x {weight.split('/')[0]}"
-                yield from timed(case, op, "linear", count)
+        yield from products(count, weights)
+        if only == "products":
+            continue
         for rounded in (False, True):
             op = gated(rounded)
             yield from timed(f"gated T={count}", op, str(op.attr["kind"]), count)
@@ -153,10 +223,12 @@ def main() -> None:
     """Print a line for each kernel and number of rows."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--weights", nargs="+", default=[BLOCKS], help="formats of weights")
+    parser.add_argument("--only", choices=("", "products"), default="")
     args = parser.parse_args()
     found = ceilings()
     announce(found)
-    for row in report(args.rows):
+    for row in report(args.rows, args.weights, args.only):
         print(row.text(found), flush=True)
 
 

@@ -161,14 +161,22 @@ def test_code_for_cards_that_are_not_here(name: str, op: Op) -> None:
     check_compiles(name, op, {"T": 256})
 
 
-def test_few_rows_are_no_fp8_product_on_hopper() -> None:
-    """Its matrix units take 64 rows of fp8: Triton would widen codes to f16."""
+@pytest.mark.parametrize("card", ["1xh200", "8xpcie"])
+def test_few_rows_are_columns_of_the_fp8_product(card: str) -> None:
     op, limits = product(GROUP, BLOCKS, 512, 1024), {"T": (1, 16)}
-    assert applies("triton.linear_fp8_m16", op, CARDS["8xpcie"], limits) == []
-    (found,) = applies("triton.linear_fp8_m16", op, CARDS["1xh200"], limits)
+    assert applies("triton.linear_fp8_m16", op, CARDS[card], limits) == []
+
+
+def test_few_rows_are_no_rows_of_an_fp8_product_on_hopper() -> None:
+    """Its matrix units take 64 rows of fp8: Triton would widen codes to f16."""
+    op, limits = gated(GROUP, BLOCKS, 512, 1024, GROUP), {"T": (1, 16)}
+    name = "triton.linear_silu_mul_quantize_fp8_wide16"
+    assert applies(name, op, CARDS["8xpcie"], limits) == []
+    (found,) = applies(name, op, CARDS["1xh200"], limits)
     assert found == "wanted matrix units that take 16 rows of fp8 codes, found 64 at least"
-    kernel = installed().kernels.get("triton.linear_fp8_m16")
-    (launch,) = launches_of(kernel, op, CARDS["1xh200"], {"T": 16}, installed())
+    (launch,) = launches_of(
+        installed().kernels.get(name), op, CARDS["1xh200"], {"T": 16}, installed()
+    )
     (fault,) = faults_of(resources_of(launch, CARDS["1xh200"]), launch, CARDS["1xh200"])
     assert fault.startswith("wanted a matrix instruction for f8e4m3, got f16 (mma.sync")
 

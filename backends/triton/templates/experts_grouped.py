@@ -49,11 +49,11 @@ def experts_gate_up(
     hidden,
     P, E, LIMIT, CHOICES, D, F, x_token, x_scale_token, hidden_row,
     gate_expert, gate_out, up_expert, up_out,
-    scale_expert, scale_out, scale_in,
+    scale_expert, scale_out, scale_in, scale_half,
     FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
     GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr, ROWED: tl.constexpr,
-    GROUP: tl.constexpr,
+    DIRECT: tl.constexpr, ALIKE: tl.constexpr, RAGGED: tl.constexpr, ROWED: tl.constexpr,
+    TURNED: tl.constexpr, GROUP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """hidden = weight * act(gate @ x) * (up @ x), for COLUMNS of the inner width.
@@ -89,7 +89,7 @@ def experts_gate_up(
     rows = x + token[:, None] * x_token + tl.arange(0, DEPTH)[None, :]
     acc = multiply(
         rows, there, codes, even, odd, x_scale + token * x_scale_token, 0, D, scale_in,
-        FORMAT, ROWS, 2 * COLUMNS, DEPTH, WIDE, POWERS, ALIKE, NATIVE, GROUP,
+        scale_half, FORMAT, ROWS, 2 * COLUMNS, DEPTH, WIDE, POWERS, ALIKE, GROUP, RAGGED, TURNED,
     )  # fmt: skip
     if ROWED:
         second = far * F + out
@@ -110,10 +110,11 @@ def experts_gate_up(
 def experts_down(
     hidden, ids, order, tiles, down, down_scale, down_rows, pairs,
     P, E, LIMIT, D, F, hidden_row, down_expert, down_out,
-    scale_expert, scale_out, scale_in,
+    scale_expert, scale_out, scale_in, scale_half,
     FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
-    DIRECT: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr, ROWED: tl.constexpr,
+    DIRECT: tl.constexpr, ALIKE: tl.constexpr, RAGGED: tl.constexpr, ROWED: tl.constexpr,
+    TURNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """pairs = down @ hidden, for COLUMNS of the width and one of PARTS of the inner width.
@@ -142,7 +143,7 @@ def experts_down(
     acc = multiply(
         rows, there, codes, scales, scales, down_scale, part * span,
         tl.minimum(part * span + span, F), scale_in,
-        FORMAT, ROWS, COLUMNS, DEPTH, WIDE, POWERS, ALIKE, NATIVE, -1,
+        scale_half, FORMAT, ROWS, COLUMNS, DEPTH, WIDE, POWERS, ALIKE, -1, RAGGED, TURNED,
     )  # fmt: skip
     if ROWED:
         acc *= tl.load(down_rows + far * D + out)[None, :]

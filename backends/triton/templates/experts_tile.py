@@ -1,12 +1,17 @@
 """Products of some tokens by one expert's weights, in the formats that experts are kept in.
 
 Weights lie [experts, outputs, inputs]. Formats: "plain" (of the activations' type), "e4m3" (codes
-and a scale per block of HIGH outputs x WIDE inputs; 0: all), "e2m1" (two codes a byte, the first
-in the low half, one scale per WIDE inputs: a power of two, or e4m3 and one more for each output).
+and a scale per block of HIGH outputs x WIDE inputs; 0: all), "ordered" (such codes in the order of
+the layout ``triton.words``), "e2m1" (words of that layout, one scale per WIDE inputs: a power of
+two, or e4m3 and one more for each output). With TURNED the outputs are the rows of the matrix
+instruction, few tokens its columns, and codes are widened in its registers.
 """
 
 import triton
 import triton.language as tl
+
+from metainfer.backends.triton.templates import order, widen
+from metainfer.backends.triton.templates.weight_tiles import along, product, spread
 
 
 @triton.jit
@@ -22,125 +27,143 @@ def scale_value(scale, POWERS: tl.constexpr):
 
 
 @triton.jit
-def e2m1_value(code):
-    """The number that a 4-bit code stands for, in float32, by its own bits: exact."""
-    code = code.to(tl.int32)
-    # Exponent and mantissa land where float32 keeps them, with its bias 126 higher.
-    small = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    return tl.where((code & 8) != 0, -small, small)
-
-
-@triton.jit
-def unpack_e2m1(
-    codes, scales,
-    OUT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
-):  # fmt: skip
-    """Values [OUT, DEPTH] in float32 of bytes [OUT, DEPTH / 2] and scales [OUT, DEPTH / WIDE]."""
-    values = tl.join(e2m1_value(codes & 15), e2m1_value(codes >> 4))
-    values = tl.reshape(values, (OUT, DEPTH // WIDE, WIDE))
-    return tl.reshape(values * scale_value(scales, POWERS)[:, :, None], (OUT, DEPTH))
-
-
-@triton.jit
 def load_scales(
-    even, odd, at, stop, stride_scale,
-    FORMAT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
-    ALIKE: tl.constexpr,
+    even, odd, at, stop, stride_scale, WIDE: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """Scales of inputs ``at .. at + DEPTH``: [OUT], or [OUT, DEPTH / WIDE] in "e2m1".
+    """Scales of the block that inputs from ``at`` on lie in, [OUT].
 
     Where a block of outputs spans the tile (``ALIKE``) they are two numbers, of even outputs and
     of odd ones; else the second is the first again.
     """
-    if FORMAT == "e2m1":
-        block = at // WIDE + tl.arange(0, DEPTH // WIDE)
-        none = 0 if POWERS else 0.0
-        found = tl.load(even[:, None] + block[None, :], mask=at < stop, other=none)
-        other = found
-    else:
-        place = 0
-        if WIDE > 0:
-            place = at // WIDE
-        found = tl.load(even + place * stride_scale, mask=at < stop, other=0)
-        other = found
-        if ALIKE:
-            other = tl.load(odd + place * stride_scale, mask=at < stop, other=0)
+    place = 0
+    if WIDE > 0:
+        place = at // WIDE
+    found = tl.load(even + place * stride_scale, mask=at < stop, other=0)
+    other = found
+    if ALIKE:
+        other = tl.load(odd + place * stride_scale, mask=at < stop, other=0)
     return found, other
 
 
 @triton.jit
+def load_e2m1(
+    codes, scales, at, stride_scale, stride_half,
+    OUT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
+):  # fmt: skip
+    """Weights [OUT, DEPTH] in bf16 of words, 2^-32 of what they mean (`order.LIFT`).
+
+    Shapes: codes, scales: pointers to each output's words, [OUT].
+    """
+    words = tl.load(codes[:, None] + at // 8 + tl.arange(0, DEPTH // 8)[None, :])
+    chunk = at // order.CHUNK + tl.arange(0, DEPTH // order.CHUNK)[None, :]
+    place = scales[:, None] + chunk * stride_scale
+    even = widen.e2m1_scales(tl.load(place).to(tl.uint32, bitcast=True), OUT, DEPTH, POWERS)
+    odd = even
+    if WIDE == 16:
+        other = tl.load(place + stride_half)
+        odd = widen.e2m1_scales(other.to(tl.uint32, bitcast=True), OUT, DEPTH, POWERS)
+    return widen.e2m1(words.to(tl.uint32, bitcast=True), even, odd, OUT, DEPTH)
+
+
+@triton.jit
+def scaled(
+    part, scale, other, row_scales, there, at,
+    OUT: tl.constexpr, POWERS: tl.constexpr, ALIKE: tl.constexpr, GROUP: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """Sums of one step by the scales of its blocks, and by those of the tokens where GROUP > 0."""
+    factor = scale_value(scale, POWERS)
+    if ALIKE:
+        is_odd = tl.arange(0, OUT) % 2 == 1
+        factor = tl.where(is_odd, scale_value(other, POWERS), factor)
+    part *= along(factor, TURNED)
+    if GROUP > 0:
+        part *= along(tl.load(row_scales + at // GROUP, mask=there, other=0.0), not TURNED)
+    return part
+
+
+@triton.jit
 def add_product(
-    acc, x, codes, scale, other, row_scales, there, at,
+    acc, x, codes, scales, scale, other, row_scales, there, at, stop, stride_scale, stride_half,
     FORMAT: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
-    POWERS: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr,
+    POWERS: tl.constexpr, ALIKE: tl.constexpr, GROUP: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """acc + x @ w.T for inputs ``at .. at + DEPTH``, which lie in one group of x's scales.
 
-    Shapes: acc [rows, OUT], x [rows, DEPTH], codes: pointers of each output, [OUT]; row_scales: of
-    each row's first scale, [rows], read where GROUP > 0.
+    Shapes: acc [rows, OUT], or [OUT, rows] TURNED, x [rows, DEPTH], codes and scales: pointers of
+    each output, [OUT]; row_scales: of each row's first scale, [rows], read where GROUP > 0.
     """
+    inner = at + tl.arange(0, DEPTH)
     if FORMAT == "e2m1":
-        byte = at // 2 + tl.arange(0, DEPTH // 2)
-        w = tl.load(codes[:, None] + byte[None, :])
-        if NATIVE:
-            acc = tl.dot_scaled(x, None, "bf16", tl.trans(w), scale, "e2m1", acc, fast_math=True)
-        else:
-            values = unpack_e2m1(w, scale, OUT, DEPTH, WIDE, POWERS)
-            acc = tl.dot(x, tl.trans(values.to(x.dtype)), acc)
+        w = load_e2m1(codes, scales, at, stride_scale, stride_half, OUT, DEPTH, WIDE, POWERS)
+        acc = product(x, w, acc, TURNED)
+    elif FORMAT == "plain":
+        acc = product(x, tl.load(codes[:, None] + inner[None, :]), acc, TURNED)
     else:
-        inner = at + tl.arange(0, DEPTH)
         w = tl.load(codes[:, None] + inner[None, :])
-        if FORMAT == "e4m3":
-            # Codes are exact in bf16; a scaled weight would not be. Codes times codes take steps of
-            # 32 and more: shorter ones are widened too.
-            if GROUP >= 0 and DEPTH < 32:
-                x = x.to(tl.bfloat16)
-            factor = scale_value(scale, POWERS)
-            if ALIKE:
-                is_odd = tl.arange(0, OUT) % 2 == 1
-                factor = tl.where(is_odd, scale_value(other, POWERS), factor)
-            part = tl.dot(x, tl.trans(w.to(x.dtype))) * factor[None, :]
-            if GROUP > 0:
-                part *= tl.load(row_scales + at // GROUP, mask=there, other=0.0)[:, None]
-            acc += part
+        # Codes are exact in bf16; a scaled weight is not. Codes times codes take steps of 32 and
+        # more: shorter ones are widened too.
+        if GROUP >= 0 and DEPTH < 32:
+            x = x.to(tl.bfloat16)
+        if FORMAT == "ordered":
+            w = widen.bytes_in_order(w, OUT, DEPTH)
+        if WIDE > 0 and WIDE < DEPTH:
+            block = at // WIDE + tl.arange(0, DEPTH // WIDE)[None, :]
+            near = tl.load(
+                scales[:, None] + block * stride_scale, mask=block * WIDE < stop, other=0
+            )
+            near = scale_value(near, POWERS)
+            w = w.to(tl.float32) * spread(near, OUT, DEPTH, WIDE)
+            acc = product(x, w.to(x.dtype), acc, TURNED)
         else:
-            acc = tl.dot(x, tl.trans(w), acc)
+            part = product(x, w.to(x.dtype), tl.zeros(acc.shape, tl.float32), TURNED)
+            acc += scaled(
+                part, scale, other, row_scales, there, at, OUT, POWERS, ALIKE, GROUP, TURNED
+            )  # fmt: skip
     return acc
 
 
 @triton.jit
 def multiply(
-    rows, there, codes, even, odd, row_scales, first, stop, stride_scale,
+    rows, there, codes, even, odd, row_scales, first, stop, stride_scale, stride_half,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr,
-    WIDE: tl.constexpr, POWERS: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr,
-    GROUP: tl.constexpr,
+    WIDE: tl.constexpr, POWERS: tl.constexpr, ALIKE: tl.constexpr, GROUP: tl.constexpr,
+    RAGGED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """x @ w.T over inputs ``first .. stop``, [ROWS, OUT] in float32.
 
-    The next step's scales are read a step ahead: the pipeline of the loop leaves such small reads
-    alone, and each would wait for memory. Shapes: rows: pointers [ROWS, DEPTH], codes: pointers of
-    each output, [OUT]; even and odd: of its scales, [OUT], or single ones where ``ALIKE``;
-    row_scales: of each row's first scale where x is codes: GROUP numbers share one, 0: a row. -1:
-    x is plain numbers.
+    The next step's scales of sums are read a step ahead: the pipeline of the loop leaves such small
+    reads alone, and each would wait for memory. Shapes: rows: pointers [ROWS, DEPTH], codes:
+    pointers of each output, [OUT]; even and odd: of its scales, [OUT], or single ones where
+    ``ALIKE``; row_scales: of each row's first scale where x is codes: GROUP numbers share one, 0: a
+    row. -1: x is plain numbers. RAGGED: the weight's rows are filled up past the inputs.
     """
-    acc = tl.zeros([ROWS, OUT], tl.float32)
+    acc = tl.zeros([OUT, ROWS] if TURNED else [ROWS, OUT], tl.float32)
+    IS_FP8: tl.constexpr = FORMAT == "ordered" or FORMAT == "e4m3"
+    AHEAD: tl.constexpr = IS_FP8 and not (WIDE > 0 and WIDE < DEPTH)
     scale, other = 0, 0
-    if FORMAT != "plain":
-        scale, other = load_scales(
-            even, odd, first, stop, stride_scale, FORMAT, DEPTH, WIDE, POWERS, ALIKE
-        )  # fmt: skip
+    if AHEAD:
+        scale, other = load_scales(even, odd, first, stop, stride_scale, WIDE, ALIKE)
     for at in tl.range(first, stop, DEPTH):
         next_scale, next_other = scale, other
-        if FORMAT != "plain":
+        if AHEAD:
             next_scale, next_other = load_scales(
-                even, odd, at + DEPTH, stop, stride_scale, FORMAT, DEPTH, WIDE, POWERS, ALIKE
-            )  # fmt: skip
-        inputs = tl.load(rows + at, mask=there[:, None], other=0.0)
+                even, odd, at + DEPTH, stop, stride_scale, WIDE, ALIKE
+            )
+        mask = there[:, None]
+        if RAGGED:
+            mask = mask & (at + tl.arange(0, DEPTH)[None, :] < stop)
+        inputs = tl.load(rows + at, mask=mask, other=0.0)
         acc = add_product(
-            acc, inputs, codes, scale, other, row_scales, there, at,
-            FORMAT, OUT, DEPTH, WIDE, POWERS, ALIKE, NATIVE, GROUP,
+            acc, inputs, codes, even, scale, other, row_scales, there, at, stop, stride_scale,
+            stride_half,
+            FORMAT, OUT, DEPTH, WIDE, POWERS, ALIKE, GROUP, TURNED,
         )  # fmt: skip
         scale, other = next_scale, next_other
+    if TURNED:
+        acc = tl.trans(acc)
+    if FORMAT == "e2m1":
+        acc *= order.LIFT
     if GROUP == 0:
         acc *= tl.load(row_scales, mask=there, other=0.0)[:, None]
     return acc

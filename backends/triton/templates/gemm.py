@@ -12,6 +12,7 @@ def gemm(
     x, y, weight, operands, rows, columns, inner,
     step: tl.constexpr, epilogue: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    ALIKE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of y a program.
 
@@ -25,14 +26,18 @@ def gemm(
     height = tl.minimum(tiles_m - band * BAND, BAND)
     within = program % (BAND * tiles_n)
     m_M = (band * BAND + within % height) * BM + tl.arange(0, BM)
-    n_N = (within // height) * BN + tl.arange(0, BN)
+    start = (within // height) * BN
+    n_N = start + tl.arange(0, BN)
     row = m_M[:, None].to(tl.int64)
-    acc = tl.zeros((BM, BN), tl.float32)
+    acc = tl.zeros((BN, BM) if TURNED else (BM, BN), tl.float32)
     for first in range(0, inner, BK):
         acc = activations.accumulate(
-            acc, x, row, rows, weight, n_N, first, columns, inner, step, BK, FORMAT, GROUP
-        )
-    acc = activations.finish(acc, x, row, rows, GROUP)
+            acc, x, row, rows, weight, n_N, start, start, first, columns, inner, step, BK, FORMAT,
+            GROUP, ALIKE, TURNED,
+        )  # fmt: skip
+    acc = activations.finish(
+        acc, x, row, rows, weight, n_N, columns, FORMAT, GROUP, TURNED
+    )  # fmt: skip
     column = n_N[None, :]
     row_in, column_in = row < rows, column < columns
     made = epilogue(acc, operands, row, column, row_in, column_in)

@@ -16,6 +16,7 @@ def gemm_gated(
     x, y, weight, rows, columns, inner,
     step: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, KEPT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    ALIKE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN / 2] of y a program, of a product [BM, BN].
 
@@ -36,12 +37,15 @@ def gemm_gated(
     # Gates past the end are rows of up: read in vain, never stored. Rows of up past it are masked.
     n_N = first_column + both // 2 + tl.where(both % 2 == 1, columns, 0)
     row = m_M[:, None].to(tl.int64)
-    acc = tl.zeros((BM, BN), tl.float32)
+    acc = tl.zeros((BN, BM) if TURNED else (BM, BN), tl.float32)
     for first in range(0, inner, BK):
         acc = activations.accumulate(
-            acc, x, row, rows, weight, n_N, first, 2 * columns, inner, step, BK, FORMAT, GROUP
-        )
-    acc = activations.finish(acc, x, row, rows, GROUP)
+            acc, x, row, rows, weight, n_N, first_column, columns + first_column, first,
+            2 * columns, inner, step, BK, FORMAT, GROUP, ALIKE, TURNED,
+        )  # fmt: skip
+    acc = activations.finish(
+        acc, x, row, rows, weight, n_N, 2 * columns, FORMAT, GROUP, TURNED
+    )  # fmt: skip
     gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
     # The product's own rounding, as where it is stored.
     gate, up = gate.to(KEPT).to(tl.float32), up.to(KEPT).to(tl.float32)

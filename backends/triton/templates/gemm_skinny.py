@@ -12,7 +12,7 @@ registers before it waits for the launch in front: memory is at work while that 
 import triton
 import triton.language as tl
 
-from metainfer.backends.triton.templates import early, functions
+from metainfer.backends.triton.templates import early, functions, weight_tiles
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def sums(
         acc = step(acc, x_MK, weight, n_N, at, columns, inner, BK, FORMAT, True)
     if HEAD > 0:
         acc = tl.dot(head_NK.to(x_MH.dtype), tl.trans(x_MH), acc)
-    return acc
+    return weight_tiles.lifted(acc, weight, n_N, columns, FORMAT, True)
 
 
 @triton.jit

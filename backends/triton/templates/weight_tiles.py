@@ -8,7 +8,7 @@ With TURNED the sums are those of the transposed product, acc_NM += w_NK @ x_MK.
 import triton
 import triton.language as tl
 
-from metainfer.backends.triton.templates import functions
+from metainfer.backends.triton.templates import functions, order, widen
 
 
 @triton.jit
@@ -40,6 +40,14 @@ def load_scale(pointer, mask):
 
 
 @triton.jit
+def scale_at(pointer):
+    """A single scale as float32."""
+    if pointer.dtype.element_ty == tl.uint8:
+        return functions.e8m0(tl.load(pointer))
+    return tl.load(pointer).to(tl.float32)
+
+
+@triton.jit
 def load_float(pointer, mask):
     """Numbers of any type as float32."""
     other = 0.0 if pointer.dtype.element_ty.is_floating() else 0
@@ -60,34 +68,34 @@ def plain_step(
 
 
 @triton.jit
-def fp8_step(
-    acc, x_MK, weight, n_N, first, columns, inner,
-    BK: tl.constexpr, FORMAT: tl.constexpr, TURNED: tl.constexpr,
+def rounded_step(
+    acc, x_MK, x_scale, weight, n_N, even, odd, first, columns, inner,
+    BK: tl.constexpr, FORMAT: tl.constexpr, ALIKE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """fp8 codes [N, K] with a scale for each block of FORMAT = (rows, inner), 0 for all.
+    """fp8 codes [N, K] by codes, a scale for each block of FORMAT = (rows, inner), 0 for all.
 
-    Codes are exact in 16 bits, and scales multiply float32 sums: the product is exact up to them.
+    Codes are multiplied as they are, and scales multiply float32 sums; ``x_scale``: those of the
+    tokens, as they lie in the sums, or 1. ALIKE: even rows of the tile share a scale, that of row
+    ``even``, and odd ones that of row ``odd``.
     """
     k_K = first + tl.arange(0, BK)
+    at = first // FORMAT[1] if FORMAT[1] > 0 else 0
+    across = tl.cdiv(inner, FORMAT[1]) if FORMAT[1] > 0 else 1
+    if ALIKE:
+        # Few numbers: they meet the tokens' scales before they meet the sums.
+        one = scale_at(weight[1] + even // FORMAT[0] * across + at) * x_scale
+        other = scale_at(weight[1] + odd // FORMAT[0] * across + at) * x_scale
+        is_odd = tl.arange(0, n_N.shape[0]) % 2 == 1
+        factor = tl.where(along(is_odd, TURNED), other, one)
+    else:
+        row_N = n_N // FORMAT[0] if FORMAT[0] > 0 else n_N * 0
+        scale_N = load_scale(weight[1] + row_N * across + at, n_N < columns)
+        factor = along(scale_N, TURNED) * x_scale
     mask = (n_N[:, None] < columns) & (k_K[None, :] < inner)
     place = n_N[:, None].to(tl.int64) * inner + k_K[None, :]
     w_NK = tl.load(weight[0] + place, mask=mask, other=0.0)
     part = product(x_MK, w_NK.to(x_MK.dtype), tl.zeros(acc.shape, tl.float32), TURNED)
-    row_N = n_N // FORMAT[0] if FORMAT[0] > 0 else n_N * 0
-    across = tl.cdiv(inner, FORMAT[1]) if FORMAT[1] > 0 else 1
-    at = first // FORMAT[1] if FORMAT[1] > 0 else 0
-    scale_N = load_scale(weight[1] + row_N * across + at, n_N < columns)
-    return acc + part * along(scale_N, TURNED)
-
-
-@triton.jit
-def e2m1_values(codes):
-    """Float32 values of 4-bit codes: sign, two bits of exponent, one of mantissa."""
-    wide = codes.to(tl.int32)
-    exponent, mantissa = (wide >> 1) & 3, wide & 1
-    normal = ((exponent + 126) << 23) | (mantissa << 22)
-    bits = tl.where(exponent == 0, mantissa * 0x3F000000, normal)
-    return (bits | ((wide & 8) << 28)).to(tl.float32, bitcast=True)
+    return acc + part * factor
 
 
 @triton.jit
@@ -98,50 +106,149 @@ def spread(per_group, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def group_step(
-    acc, x_MK, weight, n_N, first, columns, inner,
-    BK: tl.constexpr, FORMAT: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
-    """Codes in groups along K, each with a scale and maybe an offset.
+def load_words(pointer, n_N, first, columns, inner, BK: tl.constexpr):
+    """Words [N, BK / 8] of codes of 4 bits, of whole chunks: zeros past the inner dim."""
+    across = tl.cdiv(inner, order.CHUNK) * (order.CHUNK // 8)
+    w_W = first // 8 + tl.arange(0, BK // 8)[None, :]
+    mask = (n_N[:, None] < columns) & (w_W < across)
+    found = tl.load(pointer + n_N[:, None].to(tl.int64) * across + w_W, mask=mask, other=0)
+    return found.to(tl.uint32, bitcast=True)
 
-    FORMAT = (kind, group, high, beside); kind: "bytes" for codes of one; "u4", "i4" or "f4e2m1" lie
-    two in a byte, the even one in the low half; high: rows that share scales; beside: "offsets" of
-    groups, scales of "rows", or "" for nothing. Scales of rows multiply float32 sums: narrow codes
-    by narrow scales are exact in 16 bits.
+
+@triton.jit
+def words_numbers(
+    weight, n_N, first, columns, inner, BK: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
+    """Numbers of bf16 [N, BK], 2^-32 of what they mean, of e2m1 codes in words [N, K' / 8].
+
+    FORMAT = ("lifted", group, powers): codes that share a scale, and whether scales are powers of
+    two; they lie in words [32 / group, K' / 128, N].
     """
     BN: tl.constexpr = n_N.shape[0]
     GROUP: tl.constexpr = FORMAT[1]
+    POWERS: tl.constexpr = FORMAT[2]
+    inside = n_N[:, None] < columns
+    chunks = tl.cdiv(inner, order.CHUNK)
+    words = load_words(weight[0], n_N, first, columns, inner, BK)
+    c_C = first // order.CHUNK + tl.arange(0, BK // order.CHUNK)[None, :]
+    place = weight[1] + c_C * columns + n_N[:, None]
+    there = inside & (c_C < chunks)
+    even = tl.load(place, mask=there, other=0)
+    even_NW = widen.e2m1_scales(even.to(tl.uint32, bitcast=True), BN, BK, POWERS)
+    odd_NW = even_NW
+    if GROUP == 16:
+        odd = tl.load(place + chunks * columns, mask=there, other=0)
+        odd_NW = widen.e2m1_scales(odd.to(tl.uint32, bitcast=True), BN, BK, POWERS)
+    return widen.e2m1(words, even_NW, odd_NW, BN, BK)
+
+
+@triton.jit
+def words_step(
+    acc, x_MK, weight, n_N, first, columns, inner,
+    BK: tl.constexpr, FORMAT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """e2m1 codes in words, FORMAT as in `words_numbers`; `lifted` brings the sums to their size."""
+    w_NK = words_numbers(weight, n_N, first, columns, inner, BK, FORMAT)
+    return product(x_MK, w_NK, acc, TURNED)
+
+
+@triton.jit
+def lifted(acc, weight, n_N, columns, FORMAT: tl.constexpr, TURNED: tl.constexpr):
+    """Sums of all steps at their size: numbers of e2m1 codes were 2^-32 of theirs (`order.LIFT`).
+
+    ``weight`` may have scales of rows: they are multiplied here, codes by scales were exact.
+    """
+    if len(FORMAT) == 3:
+        if len(weight) == 3:
+            rows = load_float(weight[2] + n_N, n_N < columns) * order.LIFT
+            acc *= along(rows, TURNED)
+        else:
+            acc *= order.LIFT
+    return acc
+
+
+@triton.jit
+def ordered_scales(
+    weight, n_N, first, columns, inner, BK: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
+    """Scales of blocks of FORMAT = (rows, inner), 0 for all: [N], or [N, BK] of narrow blocks."""
+    BN: tl.constexpr = n_N.shape[0]
+    WIDE: tl.constexpr = FORMAT[1]
+    across = tl.cdiv(inner, WIDE) if WIDE > 0 else 1
+    high_N = n_N // FORMAT[0] if FORMAT[0] > 0 else n_N * 0
+    if WIDE > 0 and WIDE < BK:
+        g_G = first // WIDE + tl.arange(0, BK // WIDE)
+        mask = (n_N[:, None] < columns) & (g_G[None, :] < across)
+        found = load_scale(weight[1] + high_N[:, None] * across + g_G[None, :], mask)
+        made = spread(found, BN, BK, WIDE)
+    else:
+        at = first // WIDE if WIDE > 0 else 0
+        made = load_scale(weight[1] + high_N * across + at, n_N < columns)
+    return made
+
+
+@triton.jit
+def ordered_values(weight, n_N, first, columns, inner, BK: tl.constexpr):
+    """Float32 values [N, BK] of codes of a byte [N, K'] in order, without their scales."""
+    whole = tl.cdiv(inner, order.BYTES) * order.BYTES
+    k_K = first + tl.arange(0, BK)[None, :]
+    place_NK = n_N[:, None].to(tl.int64) * whole + k_K
+    mask = (n_N[:, None] < columns) & (k_K < whole)
+    none = 0.0 if weight[0].dtype.element_ty.is_floating() else 0
+    codes = tl.load(weight[0] + place_NK, mask=mask, other=none)
+    return widen.bytes_in_order(codes, n_N.shape[0], BK)
+
+
+@triton.jit
+def ordered_step(
+    acc, x_MK, weight, n_N, first, columns, inner,
+    BK: tl.constexpr, FORMAT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """e4m3 codes [N, K'] in order, a scale for each block of FORMAT = (rows, inner), 0 for all.
+
+    Scales of whole steps multiply float32 sums: the product is exact up to them. Others multiply
+    the numbers, which are then rounded to 16 bits.
+    """
+    # Read first: they come while codes are widened.
+    scale = ordered_scales(weight, n_N, first, columns, inner, BK, FORMAT)
+    value_NK = ordered_values(weight, n_N, first, columns, inner, BK)
+    if FORMAT[1] > 0 and FORMAT[1] < BK:
+        acc = product(x_MK, (value_NK * scale).to(x_MK.dtype), acc, TURNED)
+    else:
+        part = product(x_MK, value_NK.to(x_MK.dtype), tl.zeros(acc.shape, tl.float32), TURNED)
+        acc += part * along(scale, TURNED)
+    return acc
+
+
+@triton.jit
+def counted_step(
+    acc, x_MK, weight, n_N, first, columns, inner,
+    BK: tl.constexpr, FORMAT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Integers in groups along K, in words or ordered bytes; scales, maybe offsets [groups, N].
+
+    FORMAT = (group, least): the number that codes of 4 bits count from; None for bytes, which mean
+    themselves.
+    """
+    BN: tl.constexpr = n_N.shape[0]
+    GROUP: tl.constexpr = FORMAT[0]
     # Groups of a step, and what of each lies in it: a group may hold several steps.
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
     SPAN: tl.constexpr = BK // COUNT
-    groups = tl.cdiv(inner, GROUP)
-    row_N = n_N[:, None].to(tl.int64)
-    inside = n_N[:, None] < columns
-    if FORMAT[0] == "bytes":
-        k_K = first + tl.arange(0, BK)[None, :]
-        value_NK = load_float(weight[0] + row_N * inner + k_K, inside & (k_K < inner))
-    else:
-        pair_K = first // 2 + tl.arange(0, BK // 2)[None, :]
-        mask = inside & (pair_K * 2 < inner)
-        bytes_ = tl.load(weight[0] + row_N * tl.cdiv(inner, 2) + pair_K, mask=mask, other=0)
-        codes = tl.reshape(tl.join(bytes_ & 15, bytes_ >> 4), [BN, BK])
-        if FORMAT[0] == "f4e2m1":
-            value_NK = e2m1_values(codes)
-        elif FORMAT[0] == "i4":
-            value_NK = ((codes.to(tl.int32) ^ 8) - 8).to(tl.float32)
-        else:
-            value_NK = codes.to(tl.float32)
     g_G = first // GROUP + tl.arange(0, COUNT)[None, :]
-    scale_mask = inside & (g_G < groups)
-    high_N = row_N // FORMAT[2] if FORMAT[2] > 1 else row_N
-    place = high_N * groups + g_G
-    value_NK = value_NK * spread(load_scale(weight[1] + place, scale_mask), BN, BK, SPAN)
-    if FORMAT[3] == "offsets":
-        value_NK += spread(load_scale(weight[2] + place, scale_mask), BN, BK, SPAN)
-    w_NK = value_NK.to(x_MK.dtype)
-    if FORMAT[3] == "rows":
-        part = product(x_MK, w_NK, tl.zeros(acc.shape, tl.float32), TURNED)
-        acc += part * along(load_float(weight[2] + n_N, n_N < columns), TURNED)
+    mask = (n_N[:, None] < columns) & (g_G < tl.cdiv(inner, GROUP))
+    place = g_G * columns + n_N[:, None]
+    scale = load_scale(weight[1] + place, mask)
+    if FORMAT[1] is None:
+        value_NK = ordered_values(weight, n_N, first, columns, inner, BK)
+        value_NK = value_NK * spread(scale, BN, BK, SPAN)
+        if len(weight) == 3:
+            value_NK += spread(load_scale(weight[2] + place, mask), BN, BK, SPAN)
     else:
-        acc = product(x_MK, w_NK, acc, TURNED)
-    return acc
+        shift = scale * (FORMAT[1] - 128.0)
+        if len(weight) == 3:
+            shift += load_scale(weight[2] + place, mask)
+        words = load_words(weight[0], n_N, first, columns, inner, BK)
+        value_NK = widen.counts(words, BN, BK) * spread(scale, BN, BK, SPAN)
+        value_NK += spread(shift, BN, BK, SPAN)
+    return product(x_MK, value_NK.to(x_MK.dtype), acc, TURNED)

@@ -1,7 +1,117 @@
-"""Codes of eight bits widened by moving bits: no conversion, all of a word at once."""
+"""Widening of codes to 16 bits in the registers that a matrix instruction reads them from.
+
+Weights lie as the layout ``triton.words`` orders them: a thread reads 16 bytes that are its own
+share of some steps of the matrix instruction, so that codes go from memory to registers and need no
+exchange between threads after they were widened. N rows of the weight, K inner.
+
+NOTE: what is built from indices (`tl.arange`) would be an obstacle for that: Triton moves the
+change of layout up to the load over joins, reshapes and arithmetic only.
+"""
 
 import triton
 import triton.language as tl
+
+from metainfer.backends.triton.templates import order
+
+
+@triton.jit
+def _multiply_pairs(a, b):
+    """Products of two numbers of bf16 in 32 bits by two others, none of which needs rounding."""
+    if order.IS_INTERPRETED:
+        high: tl.constexpr = 0xFFFF0000
+        left = (a << 16).to(tl.float32, bitcast=True) * (b << 16).to(tl.float32, bitcast=True)
+        right = (a & high).to(tl.float32, bitcast=True) * (b & high).to(tl.float32, bitcast=True)
+        low = left.to(tl.uint32, bitcast=True) >> 16
+        return low | (right.to(tl.uint32, bitcast=True) & high)
+    # Plus -0, which changes nothing: a multiplication alone is for sm_90 and later.
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, 0x80008000], dtype=tl.uint32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _taken_apart(pair):
+    """The two numbers of bf16 in 32 bits, side by side."""
+    low = pair.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, (pair >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def _in_order(a, b, c, d, BN: tl.constexpr, BK: tl.constexpr):
+    """Numbers [BN, BK] in the order of the matrix instruction, of the four pairs of words.
+
+    Shapes: each [BN, BK / 8, 2].
+    """
+    made = tl.join(tl.join(a, b), tl.join(c, d))
+    # Row, chunk, thread, word of it, half, pairs.
+    made = tl.reshape(made, [BN, BK // order.CHUNK, 4, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(made, (0, 1, 3, 6, 5, 2, 4)), [BN, BK])
+
+
+@triton.jit
+def e2m1(words_NW, even_NW, odd_NW, BN: tl.constexpr, BK: tl.constexpr):
+    """Numbers of bf16 [BN, BK] of words of eight codes each, by scales of their halves.
+
+    Two bits of exponent and one of mantissa, put where bf16 has its lowest ones, are 2^-126 of what
+    they mean, zero and the subnormal code included: the scale, 2^126 times as large, does the rest.
+    Of each half of a word the bits of three codes lie at one distance from their places; those of
+    the fourth fill what is left.
+
+    Shapes: words u32 [BN, BK / 8]; even, odd: pairs of equal numbers of bf16 in 32 bits, likewise:
+    scales of a word's first and last four codes.
+    """
+    places: tl.constexpr = 0x81C081C0
+    a = _multiply_pairs(words_NW & places, even_NW)
+    b = _multiply_pairs(((words_NW >> 4) | (words_NW << 28)) & places, even_NW)
+    c = _multiply_pairs((words_NW << 6) & places, odd_NW)
+    last = ((words_NW << 2) & 0x80C080C0) | ((words_NW >> 6) & 0x01000100)
+    d = _multiply_pairs(last, odd_NW)
+    return _in_order(_taken_apart(a), _taken_apart(b), _taken_apart(c), _taken_apart(d), BN, BK)
+
+
+@triton.jit
+def _counted(words_NW, PAIR: tl.constexpr):
+    """128 more than the two codes of a pair, in float32: bf16 has seven bits behind the point."""
+    pair = ((words_NW >> (4 * PAIR)) & 0x000F000F) | 0x43004300
+    high: tl.constexpr = 0xFFFF0000
+    low = (pair << 16).to(tl.float32, bitcast=True)
+    return tl.join(low, (pair & high).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def counts(words_NW, BN: tl.constexpr, BK: tl.constexpr):
+    """128 more than integers of 4 bits, in float32 [BN, BK], of words [BN, BK / 8] of them."""
+    return _in_order(
+        _counted(words_NW, 0), _counted(words_NW, 1), _counted(words_NW, 2),
+        _counted(words_NW, 3), BN, BK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scale_pair(word, PLACE: tl.constexpr, POWERS: tl.constexpr):
+    """A scale of four in a word, 2^94 times as large, as two equal numbers of bf16."""
+    byte = (word >> (8 * PLACE)) & 255
+    # Either by one multiplication and addition: e8m0 is an exponent; five bits of exponent and
+    # three of mantissa, as the layout keeps scales of NVFP4, lie four bits from their place.
+    return byte * 0x00800080 + 0x2F002F00 if POWERS else byte * 0x00100010 + 0x69806980
+
+
+@triton.jit
+def e2m1_scales(word_NC, BN: tl.constexpr, BK: tl.constexpr, POWERS: tl.constexpr):
+    """Scales for `e2m1`, [BN, BK / 8], of words of four scales: [BN, BK / 128]."""
+    near = tl.join(_scale_pair(word_NC, 0, POWERS), _scale_pair(word_NC, 2, POWERS))
+    far = tl.join(_scale_pair(word_NC, 1, POWERS), _scale_pair(word_NC, 3, POWERS))
+    made = tl.reshape(tl.join(near, far), [BN, BK // order.CHUNK, 1, 4])
+    return tl.reshape(tl.broadcast_to(made, [BN, BK // order.CHUNK, 4, 4]), [BN, BK // 8])
+
+
+@triton.jit
+def bytes_in_order(codes_NK, BN: tl.constexpr, BK: tl.constexpr):
+    """Float32 values [BN, BK] of codes of a byte as the layout orders them."""
+    # Row, chunk, thread, pairs of it, halves.
+    made = tl.permute(tl.reshape(codes_NK, [BN, BK // order.BYTES, 4, 8, 2]), (0, 1, 3, 2, 4))
+    return tl.reshape(made, [BN, BK]).to(tl.float32)
 
 
 @triton.jit

@@ -1,0 +1,153 @@
+"""Codes in the order of matrix instructions: packed and unpacked, widened number by number."""
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from triton_products import STORED, linear
+from triton_words import widen
+from triton_worker import CARDS, check_interpreted, interpreted, refused
+
+from metainfer.backends.registry import installed
+from metainfer.backends.triton import widened, words
+from metainfer.ir.dtypes import Block, BlockArray, DType, parse_dtype, quantize
+from metainfer.ir.errors import PlanError
+from metainfer.ir.types import tensor
+
+E8M0, E4M3 = ml_dtypes.float8_e8m0fnu, ml_dtypes.float8_e4m3fn
+FORMATS = [f for f, stored in STORED.items() if stored not in ("plain", "fp8")]
+Array = np.ndarray[Any, Any]
+
+
+def block(text: str) -> Block:
+    dtype = parse_dtype(text)
+    assert isinstance(dtype, Block)
+    return dtype
+
+
+def weight_of(dtype: Block, shape: tuple[int, ...], seed: int = 3) -> BlockArray:
+    rng = np.random.default_rng(seed)
+    return quantize(rng.normal(size=shape).astype(np.float32), dtype)
+
+
+@given(
+    st.sampled_from(FORMATS),
+    st.lists(st.integers(1, 3), max_size=1),
+    st.integers(1, 5),
+    st.integers(1, 300),
+)
+def test_weights_come_back(format_: str, lead: list[int], rows: int, width: int) -> None:
+    dtype = block(format_)
+    weight = weight_of(dtype, (*lead, rows, width))
+    type_ = tensor(dtype, *lead, rows, width)
+    packed = words.pack(weight)
+    found = words.unpack(packed, type_)
+    assert isinstance(found, BlockArray)
+    np.testing.assert_array_equal(found.codes.view(np.uint8), weight.codes.view(np.uint8))
+    np.testing.assert_array_equal(found.scales, weight.scales)
+    for side in ("row_scales", "offsets"):
+        kept, given_ = getattr(found, side), getattr(weight, side)
+        assert (kept is None) == (given_ is None)
+        if kept is not None:
+            np.testing.assert_array_equal(kept, given_)
+    for real, shown in zip(packed.parts, words.typed(type_).parts, strict=True):
+        assert (real.shape, real.dtype) == (shown.shape, shown.dtype)
+    held = sum(t.numel() * t.element_size() for t in packed.parts)
+    assert words.num_bytes(type_) == held
+
+
+def of_fp4(scales: Array, format_: str) -> BlockArray:
+    """Every code under every scale: a row for each."""
+    dtype = block(format_)
+    codes = np.tile(np.arange(256, dtype=np.uint8) % 16, (len(scales), 1))
+    spread = np.repeat(scales[:, None], 256 // dtype.block[0], 1)
+    rows = None if dtype.row is None else np.full((len(scales), 1), 0.375, np.float32)
+    return BlockArray(dtype, codes.view(ml_dtypes.float4_e2m1fn), spread, None, rows)
+
+
+def check_widened(weight: BlockArray, off_by: float = 0.0) -> None:
+    found = interpreted(widen, weight).astype(np.float32)
+    wanted = weight.dequantize().astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_allclose(found, wanted, rtol=0.0, atol=off_by)
+
+
+def test_every_fp4_code_by_every_power_of_two() -> None:
+    least, most, format_ = 27, 161, "f4e2m1/32:f8e8m0"
+    check_widened(of_fp4(np.arange(least, most, dtype=np.uint8).view(E8M0), format_))
+    # Smaller ones scale less than 2^-98, and lose bits.
+    check_widened(of_fp4(np.arange(least, dtype=np.uint8).view(E8M0), format_), 2.0**-100)
+
+
+@pytest.mark.parametrize("format_", ["f4e2m1/16:f8e4m3", "f4e2m1/16:f8e4m3*f32"])
+def test_every_fp4_code_by_every_e4m3_scale(format_: str) -> None:
+    """Zeros and subnormal scales as well."""
+    check_widened(of_fp4(np.arange(0x7F, dtype=np.uint8).view(E4M3), format_))
+
+
+def test_every_fp8_code() -> None:
+    dtype = block("f8e4m3/row:f32")
+    codes = np.arange(256, dtype=np.uint8).reshape(2, 128).view(E4M3)
+    check_widened(BlockArray(dtype, codes, np.array([[1.5], [0.25]], np.float32), None, None))
+
+
+@pytest.mark.parametrize("format_", ["f8e4m3/32x32:f32", "f4e2m1/64:f8e8m0"])
+def test_blocks_and_wide_groups(format_: str) -> None:
+    check_widened(weight_of(block(format_), (70, 330)))
+
+
+@pytest.mark.parametrize("format_", ["f8e4m3/128x128:f32", "f4e2m1/16:f8e4m3*f32"])
+def test_products_of_widened_weights(format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"triton.linear_{format_[:6]}_widened"
+    op, data = linear(format_, (19, 70, 190))
+    assert refused(name, op) == []
+    check_interpreted(name, op, data)
+    # As many parts as rows take; the last one is short.
+    monkeypatch.setattr(widened, "AT_ONCE", 32 * 190)
+    assert widened.spans(70, 190) == [(0, 32), (32, 64), (64, 70)]
+
+
+def test_the_price_of_widening_falls_with_the_rows() -> None:
+    kernel = installed().kernels.get("triton.linear_f8e4m3_widened")
+    assert kernel.effort is not None
+    efforts = []
+    for rows in (16, 256, 4096):
+        op, _ = linear("f8e4m3/128x128:f32", (rows, 512, 512))
+        efforts.append(kernel.effort(op, CARDS["1xh200"], {}))
+    assert efforts[0] > 10 > efforts[1] > 1.2 > efforts[2] > 1.0
+
+
+def refusal(weight: BlockArray) -> str:
+    with pytest.raises(PlanError) as found:
+        words.pack(weight)
+    return str(found.value)
+
+
+def test_refusals() -> None:
+    assert "takes e4m3 codes" in refusal(weight_of(block("i8/row:f16"), (2, 64)))
+    large = of_fp4(np.array([161], np.uint8).view(E8M0), "f4e2m1/32:f8e8m0")
+    assert "keeps scales up to 2^33, found one of 2^34" in refusal(large)
+    negative = of_fp4(np.array([-1.0], E4M3), "f4e2m1/16:f8e4m3")
+    assert "keeps scales that are positive numbers" in refusal(negative)
+
+
+@pytest.mark.parametrize(
+    ("format_", "taken"),
+    [("f8e4m3/row:f32", True), ("f4e2m1/16:f8e8m0", True), ("f4e2m1/24:f8e8m0", False),
+     ("f4e2m1/32x32:f8e8m0", False), ("f4e2m1/32:f32", False), ("bf16", False)],
+)  # fmt: skip
+def test_what_it_takes(format_: str, taken: bool) -> None:
+    dtype: DType = parse_dtype(format_)
+    assert words.takes(dtype) is taken
+
+
+def test_scales_under_which_codes_are_lost() -> None:
+    """A scale of 0 has no code of its own: what it scales is kept as zeros."""
+    weight = of_fp4(np.array([0.0], E4M3), "f4e2m1/16:f8e4m3")
+    found = words.unpack(words.pack(weight), tensor(weight.format, 1, 256))
+    assert isinstance(found, BlockArray)
+    zeros = np.zeros_like(weight.codes)
+    np.testing.assert_array_equal(found.dequantize(), replace(weight, codes=zeros).dequantize())
