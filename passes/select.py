@@ -128,7 +128,9 @@ def _fused_or_split(
     groups = [kind_of(o) for o in parts if needs_kernel(o)]
     is_apart = not any(o.name == "fused" for o in parts)
     chosen = "split into its ops" if is_apart else f"split into {', '.join(groups)}"
-    target.report.add(Decision(f"select {graph.name}", kind_of(op), chosen, reason, "repair", data))
+    # Parts that are cheaper are a choice; parts that alone can be had are what is left.
+    severity = "repair" if whole is None or forced is not None else "info"
+    target.report.add(Decision(f"select {graph.name}", kind_of(op), chosen, reason, severity, data))
     inner = replace(graph, ops=parts)
     return [
         choose_kernels(o, inner, target, limits, inner_strided) if needs_kernel(o) else o

@@ -8,10 +8,12 @@ from pass_oracle import as_module, assert_same_numbers
 from metainfer.backends.registry import installed
 from metainfer.compiler.cost import CostModel
 from metainfer.hardware import load_machine
-from metainfer.ir.graph import Module
+from metainfer.ir.graph import Module, Op
 from metainfer.ir.options import Options
 from metainfer.ir.parser import parse_graph
 from metainfer.ir.strategy import Strategy
+from metainfer.passes import select
+from metainfer.passes.candidates import kind_of
 from metainfer.passes.pipeline import pass_named, run_passes
 from metainfer.passes.target import Report, Target
 
@@ -64,5 +66,19 @@ def test_smaller_groups_take_its_place(forbidden: list[str], wanted: list[str]) 
     assert all(op.choices for op in module.main.ops)
     (line,) = [d for d in report.decisions if d.subject == WHOLE]
     said = "split into its ops" if len(wanted) == 3 else f"split into {', '.join(wanted)}"
-    assert line.chosen == said
+    assert (line.chosen, line.severity) == (said, "repair")
     assert_same_numbers(MLP, module, exact=True)
+
+
+def test_parts_that_are_cheaper_are_a_choice_and_no_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced = select._total
+
+    def total(op: Op, *rest: Any) -> float | None:
+        return 1.0 if kind_of(op) == WHOLE else priced(op, *rest)
+
+    monkeypatch.setattr(select, "_total", total)
+    module, report = compiled()
+    assert WHOLE not in kinds(module)
+    (line,) = [d for d in report.decisions if d.subject == WHOLE]
+    assert line.severity == "info"
+    assert "its parts save 9" in line.reason
