@@ -423,8 +423,8 @@ def _structured(kv_dtype: str) -> dict[str, Any]:
 def _same_name(name: str) -> Callable[[Lowering, fx.Node], Value | tuple[Value, ...]]:
     def lower(s: Lowering, n: fx.Node) -> Value | tuple[Value, ...]:
         operands, attrs = _split_arguments(s, n)
-        made = s.emit_many(name, *operands, **attrs)
-        return made if len(made) > 1 else made[0]
+        first, *more = s.emit_many(name, *operands, **attrs)
+        return (first, *more) if more else first
 
     return lower
 

@@ -137,9 +137,10 @@ class Replicas:
 
         None where it is not, and for several replicas.
         """
-        if len(self.schedulers) > 1 or round_.batches[0] is None:
+        if len(self.schedulers) != 1:
             return None
-        batch = self.schedulers[0].following(round_.batches[0])
+        (scheduler,), (running,) = self.schedulers, round_.batches
+        batch = None if running is None else scheduler.following(running)
         return None if batch is None else Round("decode", (batch,))
 
     def start_sampled(

@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -272,9 +272,10 @@ def test_only_the_steps_own_fields_are_read_before_the_launch_in_front_has_ended
         fields = [step_value(name) for name in ("starts", "lengths", "pages")]
         named = [replace(v, type=f.type) for v, f in zip(fields, op.operands[2:], strict=True)]
         op = replace(op, operands=(*op.operands[:2], *named))
-    q, state, *record = (d if isinstance(d, dict) else to_torch(d.copy()) for d in data)
-    held = {name: to_torch(field.copy()) for name, field in state.items()}  # type: ignore[union-attr]
+    q, *record = (to_torch(np.array(d)) for d in (data[0], *data[2:]))
+    state = cast(Mapping[str, np.ndarray], data[1])
+    held = {name: to_torch(np.array(field)) for name, field in state.items()}
     attrs = {"scale": 0.0, "window": 0, "softcap": 0.0}
-    call = of_call(TorchCall(op, (q, held, *record), (torch.empty(q.shape),), attrs))  # type: ignore[union-attr]
+    call = of_call(TorchCall(op, (q, held, *record), (torch.empty(q.shape),), attrs))
     assert call.is_settled is own
     assert [launch.constants["SETTLED"] for launch in split(call)] == [own, own]

@@ -128,8 +128,8 @@ def test_latents_are_held_by_all_ranks_and_their_heads_by_one(tp: int) -> None:
     (line,) = [d for d in target.report.decisions if "$self_attn.kv" in d.subject and d.data
                and d.place == "shard"]  # fmt: skip
     assert f"96 bytes on each rank, {tp} times the room of one copy" in line.reason
-    one, many = (make(m, weights.__getitem__, 8, PAGE) for make, m in
-                 ((OneRank, module), (ManyRanks, local)))  # fmt: skip
+    one = OneRank(module, weights.__getitem__, 8, PAGE)
+    many = ManyRanks(local, weights.__getitem__, 8, PAGE)
     for tokens, step in two_steps():
         (got,) = many.run([(tokens, step)])
         np.testing.assert_allclose(got, one.run(tokens, step), atol=2e-5, rtol=2e-5)
