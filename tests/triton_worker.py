@@ -92,6 +92,8 @@ def compare(
     for f, w, value in zip(found, wanted, tensors, strict=False):
         assert_close(f, w, value.tensor.dtype, kernel.error + extra)
     states = [v for v in op.results if v.is_state]
+    if not states:
+        return  # those that are only read come back all the same
     for value, f, w in zip(states, found[len(tensors) :], wanted[len(tensors) :], strict=True):
         assert isinstance(f, dict)
         assert isinstance(w, dict)
