@@ -59,24 +59,21 @@ class Tile:
         """Programs of a product."""
         return -(-rows // self.rows) * -(-columns // self.columns)
 
-    def effort(
-        self, compute: float, halves: int = 1, parts: Callable[[int, int], int] | None = None
-    ) -> Effort:
+    def effort(self, compute: float, parts: Callable[[int, int], int] | None = None) -> Effort:
         """Work of whole tiles over that of the product, more where processors are left idle.
 
         Args:
             compute: fraction of the rate that all processors together reach.
-            halves: columns of the product for each one of the result.
             parts: programs that share the sums of a tile, by tiles and inner size; None for one.
         """
 
         def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
-            shape = op.results[0].tensor.concrete(env)
-            rows, columns = math.prod(shape[:-1]), shape[-1] * halves
+            # Of the product itself: what follows it may have other columns, or other dims.
+            rows = math.prod(op.operands[0].tensor.concrete(env)[:-1])
+            columns, inner = (n.static for n in op.operands[1].tensor.shape)
             tiles = self.programs(rows, columns)
             if tiles == 0 or device.num_sms == 0:
                 return 1.0
-            inner = op.operands[0].tensor.shape[-1].static
             programs = tiles * (parts(tiles, inner) if parts else 1)
             whole = tiles * self.rows * self.columns / (rows * columns)
             return whole * max(1.0, crowding(programs, device, compute))

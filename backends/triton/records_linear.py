@@ -17,7 +17,7 @@ from metainfer.backends.kernel import (
 )
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import TorchCall
-from metainfer.backends.torch.constraints import same_dtype
+from metainfer.backends.torch.constraints import same_dtype, state_like
 from metainfer.backends.triton import gated, linear, skinny, turned, widened, words
 from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import EARLY, Launch, TritonBinder
@@ -30,6 +30,7 @@ from metainfer.backends.triton.linear import (
     Storage,
     Tile,
 )
+from metainfer.backends.triton.records_attention import state_is_plain
 from metainfer.ir.dims import dim
 from metainfer.ir.dtypes import BF16, FP8_GROUP, Block, DType
 from metainfer.ir.graph import Graph, Op, Value, attrs_of
@@ -202,7 +203,7 @@ def _skinny(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) ->
         # It is read while others may still write: nothing but weights may be.
         needs = (*needs, feature(EARLY), weight_operand(1))
     record = _record(kind, storage, tile, made, needs, layouts, halves=2 if is_gated else 1)
-    effort = skinny.effort_of(tile, record.efficiency.compute, 2 if is_gated else 1)
+    effort = skinny.effort_of(tile, record.efficiency.compute)
     return replace(record, workspace=skinny.workspace_of(tile), effort=effort)
 
 
@@ -211,13 +212,14 @@ def _turned(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) ->
     state = 3 if kind == turned.PLAIN else 5
     # Read while others may still write: nothing but weights may be.
     needs = (
-        feature(EARLY), weight_operand(1), turned.whole_heads(tile), turned.plain_pages(state),
+        feature(EARLY), weight_operand(1), turned.whole_heads(tile), state_like(state, 0),
+        state_is_plain(state),
         *((skinny.one_wave(tile), skinny.room(tile)) if tile.name.startswith("deep") else ()),
     )  # fmt: skip
     record = _record(kind, storage, tile, made, needs, layouts)
     return replace(
         record, workspace=skinny.workspace_of(tile),
-        effort=turned.effort_of(tile, record.efficiency.compute), error=BF16_STEP,
+        effort=skinny.effort_of(tile, record.efficiency.compute), error=BF16_STEP,
         fits=fits(made, {}, layouts),
     )  # fmt: skip
 
@@ -283,7 +285,7 @@ def _record(
         # Codes of floats are exact in 16 bits; others are scaled and rounded to them. Halves that
         # are multiplied add up what they are off by, and what the rounding of either turns it into.
         error=(2 * halves - 1) * _ERRORS.get(storage.name, 0.0),
-        effort=tile.effort(efficiency.compute, halves),
+        effort=tile.effort(efficiency.compute),
         fits=_fits(made, packings, layouts, halves),
         binder=TritonBinder(made),
     )

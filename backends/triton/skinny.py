@@ -77,9 +77,9 @@ def room(tile: Tile) -> Constraint:
     return Constraint(f"{least:,} bytes of shared memory a program", check)
 
 
-def effort_of(tile: Tile, compute: float, halves: int = 1) -> Effort:
+def effort_of(tile: Tile, compute: float) -> Effort:
     """As `Tile.effort`, programs sharing tiles."""
-    return tile.effort(compute, halves, lambda tiles, inner: split_of(tile, tiles, inner))
+    return tile.effort(compute, lambda tiles, inner: split_of(tile, tiles, inner))
 
 
 def launches(

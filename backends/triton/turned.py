@@ -1,21 +1,17 @@
 """Launches of products of few rows whose results are queries, keys and values: turned, written."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from metainfer.backends.kernel import Constraint, Effort, Query
+from metainfer.backends.kernel import Constraint, Query
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.triton.emit.source import body_of
 from metainfer.backends.triton.emit.tiles import rotary
-from metainfer.backends.triton.gated import KEPT
+from metainfer.backends.triton.gated import KEPT, product_type
 from metainfer.backends.triton.launch import Launch
-from metainfer.backends.triton.linear import Storage, Tile, activations_of, crowding
+from metainfer.backends.triton.linear import Storage, Tile, activations_of
 from metainfer.backends.triton.scratch import carve
 from metainfer.backends.triton.skinny import none_arrived, scratch_of, split_of
-from metainfer.hardware.device import Device
-from metainfer.ir.entries import is_rounded
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op
 
@@ -78,33 +74,6 @@ def whole_heads(tile: Tile) -> Constraint:
     return Constraint(f"heads in tiles of {tile.columns} numbers, whole where normed", check)
 
 
-def plain_pages(operand: int) -> Constraint:
-    """Keys and values are kept as the product's type."""
-
-    def check(query: Query) -> str | None:
-        state, x = query.op.operands[operand].state, query.dtype(0)
-        held = state.field_type("k").dtype
-        return None if not is_rounded(state) and held == x else str(held)
-
-    return Constraint("keys and values of the activations' type", check)
-
-
-def effort_of(tile: Tile, compute: float) -> Effort:
-    """As `skinny.effort_of`: rows and columns are those of the product."""
-
-    def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
-        rows = op.operands[0].tensor.concrete(env)[0]
-        columns, inner = (n.static for n in op.operands[1].tensor.shape)
-        tiles = tile.programs(rows, columns)
-        if tiles == 0 or device.num_sms == 0:
-            return 1.0
-        whole = tiles * tile.rows * tile.columns / (rows * columns)
-        programs = tiles * split_of(tile, tiles, inner)
-        return whole * max(1.0, crowding(programs, device, compute))
-
-    return factor
-
-
 def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Launch]]:
     """Launches of a group by one storage and tile."""
 
@@ -142,8 +111,9 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                 },
                 {
                     "step": getattr(weight_tiles, step), "FORMAT": format_,
-                    "KEPT": getattr(tl, KEPT[_name(q.dtype)]), "H": heads.queries, "G": heads.keys,
-                    "D": heads.width, "NORMED": heads.eps is not None, "EPS": heads.eps or 0.0,
+                    "KEPT": getattr(tl, KEPT[product_type(call.op)]),
+                    "H": heads.queries, "G": heads.keys, "D": heads.width, "NORMED": heads.eps is not None,
+                    "EPS": heads.eps or 0.0,
                     "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "SPLIT": split,
                     "HEAD": tile.head,
                 },
@@ -155,7 +125,3 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
         )  # fmt: skip
 
     return made
-
-
-def _name(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
