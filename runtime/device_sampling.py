@@ -123,15 +123,6 @@ class DeviceSampler:
         self._last = Chosen(room, rows, names)
         return self._last
 
-    def ids(
-        self, logits: torch.Tensor, draws: Sequence[Draw], names: Sequence[str] = ()
-    ) -> np.ndarray:
-        """Choose one token for each row and wait for them. Args and Raises: `start`, `Chosen`.
-
-        Shapes: logits [R, V] -> int64 [R].
-        """
-        return self.start(logits, draws, names).ids()
-
     def feed(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         """Make the choices of the last step the tokens of the next one.
 

@@ -13,7 +13,7 @@ from metainfer.runtime.chat import Message, encode_chat
 from metainfer.runtime.device_sampling import draw_of
 from metainfer.runtime.replicas import Replicas, Round
 from metainfer.runtime.requests import Clock, Completion, Piece, Request
-from metainfer.runtime.runner import AheadRunner, SamplingRunner, StepRunner
+from metainfer.runtime.runner import SamplingRunner, StepRunner
 from metainfer.runtime.sampling import SamplingParams, sample
 from metainfer.runtime.scheduler import PoolCapacity
 from metainfer.runtime.tokenizer import Tokenizer
@@ -121,8 +121,8 @@ class Engine:
         self._num_requests = 0
         self._flight: _Flight | None = None
         self._last_landed = float("-inf")
-        is_ahead = isinstance(runner, AheadRunner) and runner.samples_on_device
-        self._ahead = cast(AheadRunner, runner) if is_ahead else None
+        samples = isinstance(runner, SamplingRunner) and runner.samples_on_device
+        self._sampling = cast(SamplingRunner, runner) if samples else None
 
     @property
     def plan_hash(self) -> str:
@@ -252,7 +252,7 @@ class Engine:
 
     def _landed(self, flight: _Flight) -> tuple[Request, ...]:
         """Read a step's tokens, having started the next one if that is known."""
-        follows = self._replicas.following(flight.round) if self._ahead is not None else None
+        follows = self._replicas.following(flight.round) if self._sampling is not None else None
         if follows is not None:
             self._flight = self._started(follows, flight)
         try:
@@ -285,17 +285,12 @@ class Engine:
     ) -> tuple[Callable[[], np.ndarray], Callable[[], None]]:
         """Start a step; what gives a token for each request that gets one, and what waits."""
         names = [f"request {r.number}" for r in sampled]
-        if self._ahead is not None:
+        if self._sampling is not None:
             draws = [draw_of(r.params, r.noise) for r in sampled]
             sources = None if front is None else [front.sampled.index(r) for r in sampled]
-            chosen = self._replicas.start_sampled(self._ahead, todo, draws, names, sources)
+            chosen = self._replicas.start_sampled(self._sampling, todo, draws, names, sources)
             return lambda: chosen.ids()[: len(sampled)], chosen.wait
-        runner = self.runner
-        if isinstance(runner, SamplingRunner) and runner.samples_on_device:
-            draws = [draw_of(r.params, r.noise) for r in sampled]
-            ids = self._replicas.run_sampled(runner, todo, draws, names)
-        else:
-            ids = self._sampled_here(todo, sampled, names)
+        ids = self._sampled_here(todo, sampled, names)
         return lambda: ids, _nothing
 
     def _sampled_here(

@@ -104,17 +104,6 @@ class LoadedModel:
         """Whether tokens are chosen where the logits lie."""
         return self._sampler is not None
 
-    def run_sampled(
-        self,
-        phase: str,
-        tokens: np.ndarray,
-        step: Mapping[str, np.ndarray],
-        draws: Sequence[Draw],
-        names: Sequence[str],
-    ) -> np.ndarray:
-        """Run one step and choose its tokens (`runtime.runner.SamplingRunner`)."""
-        return self.start_sampled(phase, tokens, step, draws, names).ids()
-
     def start_sampled(
         self,
         phase: str,
@@ -124,7 +113,7 @@ class LoadedModel:
         names: Sequence[str],
         sources: np.ndarray | None = None,
     ) -> Chosen:
-        """Start one step and the choice of its tokens (`runtime.runner.AheadRunner`)."""
+        """Start one step and the choice of its tokens (`runtime.runner.SamplingRunner`)."""
         assert self._sampler is not None
         return self._sampler.start(self._logits(phase, tokens, step, sources), draws, names)
 

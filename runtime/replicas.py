@@ -11,7 +11,6 @@ import numpy as np
 from metainfer.backends.triton.sampling import Draw
 from metainfer.runtime.requests import Request
 from metainfer.runtime.runner import (
-    AheadRunner,
     Chosen,
     ReplicaRunner,
     SamplingRunner,
@@ -144,36 +143,20 @@ class Replicas:
         return None if batch is None else Round("decode", (batch,))
 
     def start_sampled(
-        self, runner: AheadRunner, round_: Round, draws: Sequence[Draw], names: Sequence[str],
+        self, runner: SamplingRunner, round_: Round, draws: Sequence[Draw], names: Sequence[str],
         sources: Sequence[int] | None = None,
     ) -> Chosen:  # fmt: skip
         """Start a step of the one replica there is; the tokens that its runner will choose.
 
         Where no prompt is complete its last row is sampled, and nobody reads what is chosen.
         """
-        tokens, step, all_draws = self._laid_out(round_, draws)
-        rows = None if sources is None else np.array(sources, np.int32)
-        return runner.start_sampled(round_.phase, tokens, step, all_draws, names, rows)
-
-    def run_sampled(
-        self, runner: SamplingRunner, round_: Round, draws: Sequence[Draw], names: Sequence[str]
-    ) -> np.ndarray:
-        """Execute a step of the one replica there is; the tokens that its runner chose.
-
-        Where no prompt is complete its last row is sampled, and left out here.
-        """
-        tokens, step, all_draws = self._laid_out(round_, draws)
-        ids = runner.run_sampled(round_.phase, tokens, step, all_draws, names)
-        return ids[: len(draws)]
-
-    def _laid_out(
-        self, round_: Round, draws: Sequence[Draw]
-    ) -> tuple[np.ndarray, Mapping[str, np.ndarray], list[Draw]]:
         (batch,), (scheduler,) = round_.batches, self.schedulers
         assert batch is not None
         tokens, step = build_step(batch, scheduler.pages)
         idle_rows = [Draw()] * (len(step["sample_rows"]) - len(draws))
-        return tokens, step, [*draws, *idle_rows]
+        rows = None if sources is None else np.array(sources, np.int32)
+        all_draws = [*draws, *idle_rows]
+        return runner.start_sampled(round_.phase, tokens, step, all_draws, names, rows)
 
 
 def alike(steps: Sequence[Given | None]) -> list[Given]:

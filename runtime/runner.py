@@ -42,39 +42,6 @@ class StepRunner(Protocol):
         ...
 
 
-@runtime_checkable
-class SamplingRunner(StepRunner, Protocol):
-    """A step runner that can choose tokens where the logits lie.
-
-    Attributes:
-        samples_on_device: whether it does.
-    """
-
-    samples_on_device: bool
-
-    def run_sampled(
-        self,
-        phase: str,
-        tokens: np.ndarray,
-        step: Mapping[str, np.ndarray],
-        draws: Sequence[Draw],
-        names: Sequence[str],
-    ) -> np.ndarray:
-        """Execute one step and choose a token for each sampled row; only ids come to the host.
-
-        Args:
-            phase: as `run`.
-            tokens: as `run`.
-            step: as `run`.
-            draws: how each row's token is drawn.
-            names: of the sequences, for messages; may be fewer than the rows.
-
-        Shapes: tokens int32 [T] -> ids int64 [R].
-        Raises: MetainferError if a row's logits are not finite.
-        """
-        ...
-
-
 class Chosen(Protocol):
     """Tokens that a step chooses, on their way to the host."""
 
@@ -91,8 +58,14 @@ class Chosen(Protocol):
 
 
 @runtime_checkable
-class AheadRunner(SamplingRunner, Protocol):
-    """A sampling runner that takes a step while the one before it still runs."""
+class SamplingRunner(StepRunner, Protocol):
+    """A step runner that can choose tokens where the logits lie, a step ahead of who reads them.
+
+    Attributes:
+        samples_on_device: whether it does.
+    """
+
+    samples_on_device: bool
 
     def start_sampled(
         self,
@@ -103,14 +76,14 @@ class AheadRunner(SamplingRunner, Protocol):
         names: Sequence[str],
         sources: np.ndarray | None = None,
     ) -> Chosen:
-        """Start one step; at most two are on their way.
+        """Start one step that chooses a token for each sampled row; at most two are on their way.
 
         Args:
             phase: as `run`.
             tokens: as `run`; not read where sources are given.
             step: as `run`.
-            draws: as `run_sampled`.
-            names: as `run_sampled`.
+            draws: how each row's token is drawn.
+            names: of the sequences, for messages; may be fewer than the rows.
             sources: rows of the step in front: what each of them chooses is a token of this one.
 
         Shapes: tokens and sources int32 [T].

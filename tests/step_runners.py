@@ -154,12 +154,6 @@ class AheadHashRunner(HashRunner):
         self.last = np.empty(0, np.int64)
         self.num_ahead = 0
 
-    def run_sampled(
-        self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray],
-        draws: Sequence[Draw], names: Sequence[str],
-    ) -> np.ndarray:  # fmt: skip
-        return self.start_sampled(phase, tokens, step, draws, names).ids()
-
     def start_sampled(
         self, phase: str, tokens: np.ndarray, step: Mapping[str, np.ndarray],
         draws: Sequence[Draw], names: Sequence[str], sources: np.ndarray | None = None,

@@ -49,7 +49,7 @@ def by_device(logits: torch.Tensor, names: tuple[str, ...] = ()) -> list[int]:
         noise = params_of(params, place).noise()
         noise.position = place
         draws.append(draw_of(params, noise))
-    return DeviceSampler(logits.device).ids(logits, draws, names).tolist()
+    return DeviceSampler(logits.device).start(logits, draws, names).ids().tolist()
 
 
 def params_of(params: SamplingParams, place: int) -> SamplingParams:
@@ -81,9 +81,9 @@ def alone_and_together(logits: torch.Tensor) -> tuple[list[int], list[int]]:
         own = params_of(params, place)
         draws.append(draw_of(own, own.noise()))
     alone = [
-        sampler.ids(logits[i : i + 1], draws[i : i + 1]).tolist()[0] for i in range(len(draws))
+        sampler.start(logits[i : i + 1], [draw]).ids().tolist()[0] for i, draw in enumerate(draws)
     ]
-    return alone, sampler.ids(logits, draws).tolist()
+    return alone, sampler.start(logits, draws).ids().tolist()
 
 
 def test_a_rows_token_does_not_depend_on_the_others() -> None:

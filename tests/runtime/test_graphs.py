@@ -62,7 +62,9 @@ def test_a_step_that_cannot_be_captured_runs_launch_by_launch_and_says_so(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_steps_that_are_started_ahead_answer_what_steps_one_by_one_answer(tmp_path: Path) -> None:
+def test_steps_that_are_started_ahead_answer_what_steps_one_by_one_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU tokens are fed from one step to the next; captured or not, drawn or not."""
     path = make_checkpoint("llama", tmp_path / "llama")
     plan = metainfer.compile(
@@ -80,8 +82,8 @@ def test_steps_that_are_started_ahead_answer_what_steps_one_by_one_answer(tmp_pa
             model.launch_by_launch()
         for end_ids in ((), range(0, VOCAB, 9)):
             one_by_one = Engine(model, end_ids=end_ids)
-            assert one_by_one._ahead is not None
-            one_by_one._ahead = None
+            assert one_by_one._sampling is not None
+            monkeypatch.setattr(one_by_one._replicas, "following", lambda running: None)
             wanted = [a.token_ids for a in one_by_one.generate(prompts, params)]
             engine = Engine(model, end_ids=end_ids)
             assert [a.token_ids for a in engine.generate(prompts, params)] == wanted
