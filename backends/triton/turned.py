@@ -112,8 +112,8 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                 {
                     "step": getattr(weight_tiles, step), "FORMAT": format_,
                     "KEPT": getattr(tl, KEPT[product_type(call.op)]),
-                    "H": heads.queries, "G": heads.keys, "D": heads.width, "NORMED": heads.eps is not None,
-                    "EPS": heads.eps or 0.0,
+                    "H": heads.queries, "G": heads.keys, "D": heads.width,
+                    "NORMED": heads.eps is not None, "EPS": heads.eps or 0.0,
                     "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "SPLIT": split,
                     "HEAD": tile.head,
                 },
