@@ -26,6 +26,7 @@ from metainfer.backends.triton.launch import Launch, TritonBinder
 from metainfer.backends.triton.linear import STORAGES, Tile, activations_of, stored_as
 from metainfer.backends.triton.pointwise import argument, sizes_of
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
+from metainfer.backends.triton.skinny import none_arrived
 
 KIND = "linear_route"
 TILE = Tile("m16", 16, 16, 128, 4, 3)
@@ -118,9 +119,7 @@ def launches(call: TorchCall) -> Sequence[Launch]:
             {
                 "x": x, "weight": pointers,
                 "operands": tuple(argument(p, call, (), (), env) for p in epilogue.parameters),
-                "partial": partial,
-                # Each launch leaves the counts at 0 again.
-                "arrived": torch.zeros(tiles, dtype=torch.int32, device=x.device),
+                "partial": partial, "arrived": none_arrived(tiles, x.device),
                 "rows": rows, "columns": columns, "inner": inner,
             },
             {

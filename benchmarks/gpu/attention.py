@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from timing import Row, announce, captured_us, ceilings
+from timing import Row, announce, captured_us, ceilings, run_all
 from torch.nn import functional
 
 from metainfer.backends.triton.attention import (
@@ -24,7 +24,6 @@ from metainfer.backends.triton.attention import (
     split,
     split_tile,
 )
-from metainfer.backends.triton.launch import Launch
 
 L2_BYTES = 60 << 20
 FEW_TOKENS = 16  # new ones of a sequence up to which the split form is tried
@@ -102,14 +101,6 @@ def calls_of(case: Case) -> list[Attention]:
         )  # fmt: skip
 
     return [made(seed) for seed in range(count)]
-
-
-def run_all(launches: list[Launch]) -> Callable[[], None]:
-    def run() -> None:
-        for launch in launches:
-            launch.run()
-
-    return run
 
 
 def dense(call: Attention, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

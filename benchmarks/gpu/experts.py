@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from timing import Row, announce, captured_us, ceilings
+from timing import Row, announce, captured_us, ceilings, run_all
 
 from metainfer.backends.triton import words
 from metainfer.backends.triton.experts import Experts, Tile, Tiles, experts, tiles_for
@@ -120,16 +120,6 @@ def wrong_by(call: Experts, weights: Stacks) -> float:
     return float((call.out[-1].float() - wanted).abs().max() / wanted.abs().max())
 
 
-def run_all(call: Experts, tiles: Tiles) -> Callable[[], None]:
-    launches = experts(call, tiles)
-
-    def run() -> None:
-        for launch in launches:
-            launch.run()
-
-    return run
-
-
 def grouped(model: Model, call: Experts, weights: Stacks) -> Callable[[], object] | None:
     """torch's grouped products on sorted pairs, gate and up joined; codes are widened first."""
     if not hasattr(torch, "_grouped_mm"):
@@ -216,7 +206,7 @@ def rows_of(model: Model, tokens: int, form: str, weights: Stacks, sweep: bool) 
     for tiles in tiles_of(calls[0], sweep):
         what = name_of(tiles)
         try:
-            us = captured_us([run_all(call, tiles) for call in calls])
+            us = captured_us([run_all(experts(call, tiles)) for call in calls])
         except Exception as error:  # Triton has its own for code that does not fit
             print(f"{case:34s} {what:34s} {str(error).splitlines()[:1]}")
             continue

@@ -8,11 +8,11 @@ Numbers are held against float32 products over the same pages.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from timing import Row, announce, captured_us, ceilings
+from timing import Row, announce, captured_us, ceilings, run_all
 
 from metainfer.backends.triton.attention import (
     LATENT_TILE,
@@ -23,7 +23,6 @@ from metainfer.backends.triton.attention import (
     prefill,
     split,
 )
-from metainfer.backends.triton.launch import Launch
 
 L2_BYTES = 60 << 20
 RANK, ROPE, SCALE = 512, 64, 0.1352
@@ -103,16 +102,6 @@ def wrong_by(call: Attention, case: Case) -> float:
         off = max(off, float((call.out[row].float() - wanted).abs().max()))
         most = max(most, float(wanted.abs().max()))
     return off / most
-
-
-def run_all(launches: list[Launch]) -> Callable[[], None]:
-    """One function for all launches of a call."""
-
-    def run() -> None:
-        for launch in launches:
-            launch.run()
-
-    return run
 
 
 def tiles_of(case: Case, sweep: bool) -> Iterator[tuple[str, Tile]]:

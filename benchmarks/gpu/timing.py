@@ -1,15 +1,29 @@
 """Time on a GPU: lines of reports, shares of kernels, measured ceilings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from metainfer.backends.triton.launch import Launch
 from metainfer.runtime.timing import captured_us, events_ms
 
-__all__ = ["Ceilings", "Row", "Share", "announce", "captured_us", "ceilings", "events_ms", "shares"]
+__all__ = [
+    "Ceilings", "Row", "Share", "announce", "captured_us", "ceilings", "events_ms", "run_all",
+    "shares",
+]  # fmt: skip
 _COPY_BYTES = 2 << 30
 _GEMM = 8192
+
+
+def run_all(launches: Sequence[Launch]) -> Callable[[], None]:
+    """One function for all launches of a call."""
+
+    def run() -> None:
+        for launch in launches:
+            launch.run()
+
+    return run
 
 
 @dataclass(frozen=True)
