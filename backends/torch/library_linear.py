@@ -3,17 +3,20 @@
 Shape letters: M rows of all leading dims, K and N widths.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from metainfer.backends.kernel import Query
 from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.torch.codes import Codes
 from metainfer.backends.torch.layouts import Int4Groups, RowScaled
 from metainfer.backends.torch.quantize import quantize
 from metainfer.backends.torch.tensors import BlockTensors
-from metainfer.ir.dtypes import FP8_ROW
+from metainfer.ir.dtypes import FP8_ROW, Block
 
 Run = Callable[[TorchCall], None]
 aten: Any = torch.ops.aten
@@ -131,28 +134,56 @@ def linear_fp8(call: TorchCall) -> None:
     weight: RowScaled = call.inputs[1]
     rows = _padded_rows(call.inputs[0], weight.codes.shape[1])
     codes, scales = quantize(rows, FP8_ROW)
-    made = aten._scaled_mm(
-        codes,
-        weight.codes.t(),
-        scale_a=scales,
-        scale_b=weight.scales[None, :],
-        out_dtype=torch.bfloat16,
-    )
-    _finish(call, made)
+    _scaled_product(codes, weight.codes, scales, weight.scales[None, :], call)
 
 
 def linear_fp8_rounded(call: TorchCall) -> None:
     """The same product of activations that are codes already, a scale a row."""
     x: BlockTensors = call.inputs[0]
     weight: RowScaled = call.inputs[1]
-    made = aten._scaled_mm(
-        _matrix(x.codes),
-        weight.codes.t(),
-        scale_a=_matrix(x.scales),
-        scale_b=weight.scales[None, :],
-        out_dtype=torch.bfloat16,
+    _scaled_product(
+        _matrix(x.codes), weight.codes, _matrix(x.scales), weight.scales[None, :], call
     )
-    _finish(call, made)
+
+
+def _scaled_product(
+    codes: torch.Tensor, weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
+    call: TorchCall,
+) -> None:  # fmt: skip
+    """A product of scaled codes [M, K] and [N', K]: in place of the result unless pads are cut."""
+    out = call.outputs[0].view(-1, call.outputs[0].shape[-1])
+    wide = torch.bfloat16
+    if out.shape[1] != weight.shape[0] or out.dtype is not wide:
+        _finish(call, aten._scaled_mm(codes, weight.t(), left, right, out_dtype=wide))
+        return
+    aten._scaled_mm.out(codes, weight.t(), left, right, out_dtype=wide, out=out)
+    if len(call.inputs) > 2:
+        out.add_(call.inputs[2])
+
+
+def linear_fp8_blocks(call: TorchCall) -> None:
+    """A product of codes by codes, scales of 128 numbers of a row by those of 128 x 128.
+
+    The library wants the scales of the activations column by column: they are turned in scratch.
+    """
+    x: BlockTensors = call.inputs[0]
+    weight: Codes = call.inputs[1]
+    codes, scales = _matrix(x.codes), _matrix(x.scales)
+    assert call.workspace is not None
+    raw = call.workspace[: scales.numel() * scales.element_size()]
+    turned = raw.view(torch.float32).view(scales.shape[1], scales.shape[0])
+    turned.copy_(scales.t())
+    _scaled_product(
+        codes, weight.codes.view(torch.float8_e4m3fn), turned.t(), weight.scales.t(), call
+    )
+
+
+def turned_scales_bytes(query: Query) -> int:
+    """Scratch of `linear_fp8_blocks`: the scales of the activations."""
+    type_ = query.tensor(0)
+    assert isinstance(type_.dtype, Block)
+    shape = tuple(query.upper(n) for n in type_.shape)
+    return math.prod(type_.dtype.scale_shape(shape)) * torch.float32.itemsize
 
 
 # Numbers that are widened at once: a few MiB, so that they are read back from the cache.

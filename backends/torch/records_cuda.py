@@ -38,8 +38,10 @@ from metainfer.backends.torch.constraints import (
     state_like,
 )
 from metainfer.backends.torch.layouts import FP8_MULTIPLE
-from metainfer.ir.dtypes import FP8_ROW
+from metainfer.ir.dtypes import FP8_BLOCK, FP8_GROUP, FP8_ROW
 
+# Rows of four scales: the library reads them 16 bytes at once.
+BLOCKS_MULTIPLE = 4 * 128
 BF16_STEP = 2.0**-8
 F8_STEP = 2.0**-4
 GPU, CUDA = device_kind("gpu"), feature("cuda")
@@ -73,7 +75,7 @@ def register_cuda(kernels: Registry) -> None:
     for name in ("bf16", "f16", "f32"):
         for kernel in _linears(name):
             kernels.add(kernel)
-    for kernel in (_fp8(), _fp8_rounded(), *_codes(), *_attention()):
+    for kernel in (_fp8(), _fp8_rounded(), _fp8_blocks(), *_codes(), *_attention()):
         kernels.add(kernel)
 
 
@@ -198,6 +200,34 @@ def _fp8_rounded() -> Kernel:
         launches=2,
         error=F8_SUMS,
         binder=TorchBinder(library_linear.linear_fp8_rounded),
+    )
+
+
+def _fp8_blocks() -> Kernel:
+    """Activations that are codes in groups of 128, weights in blocks of 128 x 128."""
+    return Kernel(
+        "cuda.linear_fp8_blocks",
+        "linear",
+        "cuda",
+        requires=(
+            GPU,
+            CUDA,
+            feature("fp8_mma"),
+            dtype(0, str(FP8_GROUP)),
+            dtype(1, str(FP8_BLOCK)),
+            WEIGHT,
+            attr_is("dtype", "bf16"),
+            dtype(2, "bf16"),
+            multiple_of(1, 0, FP8_MULTIPLE, "N"),
+            multiple_of(1, 1, BLOCKS_MULTIPLE, "K"),
+        ),
+        layouts={1: "torch.codes"},
+        efficiency=FP8_ALONE,
+        # The scales of the activations are turned first.
+        launches=2,
+        error=F8_SUMS,
+        workspace=library_linear.turned_scales_bytes,
+        binder=TorchBinder(library_linear.linear_fp8_blocks),
     )
 
 

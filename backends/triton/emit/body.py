@@ -51,8 +51,14 @@ COLUMN = "c0"  # name of the column axis of an epilogue's tile
 WIDEST = 32768  # columns of one tile
 CHUNK = 1024  # columns of a tile where no row is needed as a whole
 ELEMENTS = 1024  # of a tile with several rows
+TURNED_ELEMENTS = 4096  # the same where numbers are turned in pairs: two loads and stores of half
 _COMMENT_WIDTH = 88
 _STATEMENT_WIDTH = 84
+
+
+def _heads(lead: tuple[Dim, ...]) -> int:
+    """Rows of a token, where the rows of a tile begin with one."""
+    return product(n for n in lead if n.is_static).constant
 
 
 Handler = Callable[["Body", Op, int, tuple[Index, ...]], Expr]
@@ -91,12 +97,15 @@ class Body:
         self._masks: dict[str, str] = {}
         self._extents: dict[str, int] = {}
         self._lead: dict[str, tuple[Index, ...]] = {}  # row axis -> the indices it splits into
+        self._halves: dict[int, tuple[Index, Index]] = {}  # width -> columns of both halves
         self._count = 0
         self._depth = 1
         needing = [o for o in graph.ops if needs_rows(o)]
         over_rows = any(s.needs_rows for s in stores)
         self.is_chunked = not (needing or over_rows) and any(self._is_wide(s) for s in stores)
         self._widest = max((row_width(o) for o in needing), default=1)
+        turned = [s.value.tensor.shape[:-1] for s in stores if self._is_turned(s)]
+        self._most_heads = max((_heads(lead) for lead in turned), default=0)
 
     def _is_wide(self, store: Store) -> bool:
         shape = store.value.tensor.shape
@@ -204,10 +213,17 @@ class Body:
                 return known
         whole = power_of_two(width.constant) if width.is_static else CHUNK
         columns = min(whole, CHUNK) if self.is_chunked else whole
-        rows = max(1, ELEMENTS // max(columns, self._widest))
-        space = Space(len(self.spaces), lead, width, rows, columns)
+        space = Space(len(self.spaces), lead, width, self._rows(lead, columns), columns)
         self.spaces.append(space)
         return space
+
+    def _rows(self, lead: tuple[Dim, ...], columns: int) -> int:
+        """Rows of a tile; of heads that are turned, a program takes those of the same tokens."""
+        if not self._most_heads:
+            return max(1, ELEMENTS // max(columns, self._widest))
+        most = TURNED_ELEMENTS // max(columns, self._widest)
+        share = power_of_two(-(-_heads(lead) * most // self._most_heads))
+        return max(1, min(share, most))
 
     def _row_index(self, space: Space) -> tuple[Index, ...]:
         """Define a space's rows, and the index of each of their dims."""
@@ -434,13 +450,22 @@ class Body:
         tall = not shape or self._drops_rows(store.value)
         space = self._space(shape, dim(1)) if tall else self._space(shape[:-1], shape[-1])
         lead = self._row_index(space)
+        for column in self._store_columns(store, space):
+            self._store_part(store, space, lead if tall else (*lead, column), column)
+
+    def _store_columns(self, store: Store, space: Space) -> tuple[Index, ...]:
+        """Columns that a result is stored from, one tile after the other."""
         if self.is_chunked:
             size = self.arguments.size(space.width)
             name = f"c{size.removeprefix('size_')}"
-            column = self._columns(name, size, space.columns, chunk=True)
-        else:
-            column = self.whole(space.width)
-        index = lead if tall else (*lead, column)
+            return (self._columns(name, size, space.columns, chunk=True),)
+        if self._is_turned(store):
+            return self._split(space.width.static)
+        return (self.whole(space.width),)
+
+    def _store_part(
+        self, store: Store, space: Space, index: tuple[Index, ...], column: Index
+    ) -> None:
         made = self.value(store.value, index)
         if store.rounding is not None:
             store_rounded(self, store, store.rounding, space, column, made)
@@ -448,12 +473,37 @@ class Body:
         if store.slots is not None:
             store_entries(self, store, store.slots, space, index, made)
             return
-        axes = frozenset([space.row, column.text])
         offset = plus(times(space.row, self.arguments.size(space.width)), column.text)
         narrow = "" if store.dtype.name in ("f32", "bool") else f".to({TYPES[store.dtype.name]})"
         text = made.text + narrow
-        condition = self.mask(axes)
+        condition = self.mask(frozenset([space.row]) | column.axes)
         self.emit(f"tl.store({store.target} + {offset}, {text}, mask={condition})")
+
+    # --- halves of rows -----------------------------------------------------------------------
+
+    def _is_turned(self, store: Store) -> bool:
+        """Whether a result's rows are pairs of numbers, one of each half, turned together.
+
+        Both halves of a tile are then read once, in order: a tile of whole rows would read the
+        partner of each number for itself, from another place of the row.
+        """
+        made = self._producers.get(store.value.name)
+        if made is None or made[0].name != "rope" or store.needs_rows or self.is_chunked:
+            return False
+        attrs, width = rotary(made[0])
+        return not attrs["interleaved"] and width == store.value.tensor.shape[-1].static
+
+    def _split(self, width: int) -> tuple[Index, Index]:
+        """Columns of both halves of rows of a width."""
+        if width not in self._halves:
+            lower = self.whole(dim(width // 2))
+            upper = self.name_index(f"{lower.text} + {width // 2}", lower.axes)
+            self._halves[width] = (lower, upper)
+        return self._halves[width]
+
+    def halves(self, width: int) -> tuple[Index, Index] | None:
+        """Columns of both halves of rows of a width, if rows are read that way."""
+        return self._halves.get(width)
 
     def extent(self, column: Index) -> int:
         """Numbers of a tile along the columns."""

@@ -55,14 +55,29 @@ def _rms(body: Body, op: Op, lead: tuple[Index, ...]) -> Expr:
     known = body.known(key)
     if known is not None:
         return known
-    row, column = _row(body, op.operands[0], lead)
-    body.comment(op)
-    square = body.assign(f"{row.text} * {row.text}", row.axes)
-    total = _row_total(body, _kept(body, square, column, "0.0"), row.axes, column)
     width = op.operands[0].tensor.shape[-1].static
+    total = _squares_total(body, op, lead, body.halves(width))
     eps = number(float(str(op.attr["eps"])))
     scale = body.assign(f"tl.rsqrt({total.text} / {width} + {eps})", total.axes, "s")
     return body.remember(key, scale)
+
+
+def _squares_total(
+    body: Body, op: Op, lead: tuple[Index, ...], halves: tuple[Index, Index] | None
+) -> Expr:
+    """Sum of the squares of rows, which may be read half by half."""
+    x = op.operands[0]
+    if halves is None:
+        row, column = _row(body, x, lead)
+        body.comment(op)
+        square = body.assign(f"{row.text} * {row.text}", row.axes)
+        return _row_total(body, _kept(body, square, column, "0.0"), row.axes, column)
+    column = halves[0]
+    lower, upper = (_spread(body, body.value(x, (*lead, half)), column) for half in halves)
+    body.comment(op)
+    text = f"{lower.text} * {lower.text} + {upper.text} * {upper.text}"
+    square = body.assign(text, joined(lower.axes, upper.axes))
+    return _row_total(body, _kept(body, square, column, "0.0"), square.axes, column)
 
 
 def layer_norm(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
@@ -313,6 +328,9 @@ def rope(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
     position = body.value(positions, index[:-2])
     table = body.table(op)
     row = body.name_index(f"{position.text}.to(tl.int64) * {half}", position.axes)
+    halves = body.halves(width)
+    if halves is not None and place in halves and width == head and not interleaved:
+        return _turned_half(body, op, index, row, halves)
     if interleaved:
         is_first, pair = f"{place.text} % 2 == 0", f"({place.text} // 2) % {half}"
         other = f"{place.text} ^ 1"
@@ -334,6 +352,28 @@ def rope(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
         turned = body.assign(text, axes)
         text = f"tl.where({place.text} < {width}, {turned.text}, {tile.text})"
     return body.finish(op.result, text, axes)
+
+
+def _turned_half(
+    body: Body, op: Op, index: tuple[Index, ...], row: Index, halves: tuple[Index, Index]
+) -> Expr:
+    """One half of turned rows, of numbers that are read for both halves."""
+    table, lower = body.table(op), halves[0]
+    at = Index(f"{row.text} + {lower.text}", joined(row.axes, lower.axes))
+    cos, sin = (_table_part(body, f"{kind}{table}", at) for kind in ("cos", "sin"))
+    first, second = (body.value(op.operands[0], (*index[:-1], half)) for half in halves)
+    body.comment(op)
+    text = f"{first.text} * {cos.text} - {second.text} * {sin.text}"
+    if index[-1] != lower:
+        text = f"{second.text} * {cos.text} + {first.text} * {sin.text}"
+    return body.finish(op.result, text, joined(first.axes, second.axes, cos.axes))
+
+
+def _table_part(body: Body, pointer: str, at: Index) -> Expr:
+    """Numbers of a rotary table, read once."""
+    key = (pointer, at.text)
+    known = body.known(key)
+    return known if known is not None else body.remember(key, body.read(pointer, F32, at))
 
 
 def full(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:

@@ -76,7 +76,7 @@ def store_entries(
         condition = body.mask(frozenset([space.row]))
         body.emit(f"tl.store({store.scales} + {at}, {scales}, mask={condition})")
     at = _slot_offset(body, slot, shape, index)
-    condition = body.mask(frozenset([space.row, column.text]))
+    condition = body.mask(frozenset([space.row]) | column.axes)
     body.emit(f"tl.store({store.target} + {at}, {text}, mask={condition})")
 
 
