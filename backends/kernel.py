@@ -156,6 +156,11 @@ class Kernel:
         layouts: operand number -> packing that the kernel reads; others are plain row-major.
         efficiency: fractions of the device's rates, by phase-independent default.
         launches: how many device launches one call makes.
+        in_place: result number -> number of the operand whose place it may take: every number of
+            that operand is read before the same number of the result is written, by none but who
+            writes it.
+        starts_as_copy: whether a result that did not get that place is a copy of the operand
+            first: a launch and two passes over it that are not counted elsewhere.
         generic: a plain composition that stands in where no made kernel fits; refused by --strict.
         error: relative error that the kernel adds to its op's own rounding (0 = none).
         workspace: scratch bytes at the bounds of the query.
@@ -177,6 +182,8 @@ class Kernel:
     layouts: Mapping[int, str] = field(default_factory=dict[int, str])
     efficiency: Efficiency = field(default_factory=Efficiency)
     launches: int = 1
+    in_place: Mapping[int, int] = field(default_factory=dict[int, int])
+    starts_as_copy: bool = False
     generic: bool = False
     error: float = 0.0
     workspace: Callable[[Query], int] | None = None

@@ -18,6 +18,7 @@ from metainfer.ir.graph import Module
 from metainfer.ir.ops.record import op_def
 from metainfer.ir.options import Options
 from metainfer.ir.types import StateType, TensorType
+from metainfer.runtime.in_place import in_place
 from metainfer.runtime.workspace import window_bytes, workspace_bytes
 
 
@@ -167,16 +168,20 @@ def _buffers(
     modules: Mapping[str, Module], flats: Mapping[str, FlatModule], device: Device,
     backends: Backends, max_context: int,
 ) -> list[Term]:  # fmt: skip
-    sizes, scratch = {}, {}
+    sizes, scratch, placed = {}, {}, {}
     for phase, module in modules.items():
         space = workspace_bytes(module, flats[phase], device, backends)
-        arena = plan_arena(flats[phase], module.limits(), space)
-        sizes[phase] = arena.workspace_offset
+        over = in_place(flats[phase], backends)
+        arena = plan_arena(flats[phase], module.limits(), space, over)
+        sizes[phase], placed[phase] = arena.workspace_offset, len(over)
         scratch[phase] = arena.size - arena.workspace_offset
     largest = max(sizes, key=lambda p: sizes[p])
     tables = max(rope_table_bytes(flats[p], max_context, backends) for p in modules)
+    detail = f"largest step of {largest}, packed by lifetime"
+    if placed[largest]:
+        detail += f"; {placed[largest]} results in the place of an operand"
     terms = [
-        Term("activations", max(sizes.values()), f"largest step of {largest}, packed by lifetime"),
+        Term("activations", max(sizes.values()), detail),
         Term("scratch", max(scratch.values()), "workspace of kernels"),
     ]
     shared = window_bytes(modules.values(), device, backends)

@@ -45,8 +45,9 @@ class CostModel:
     measured: Measured = NOTHING
 
     def kernel(
-        self, kernel: Kernel, op: Op, device: Device, env: Mapping[str, int], waste: float = 0.0
-    ) -> Cost:
+        self, kernel: Kernel, op: Op, device: Device, env: Mapping[str, int], waste: float = 0.0,
+        *, apart: bool = False,
+    ) -> Cost:  # fmt: skip
         """Predicted cost of a group by a kernel at concrete sizes.
 
         Args:
@@ -55,13 +56,20 @@ class CostModel:
             device: where it runs.
             env: values of the size symbols.
             waste: extra work of repairs, as a fraction.
+            apart: whether results that might take an operand's place did not get it.
         """
         meeting = meeting_of(op)
         if meeting is not None:
             return self._meeting(kernel, op, meeting, device, env)
-        return self.measured.adjusted(
+        made = self.measured.adjusted(
             kernel, op, env, lambda sizes: self._analytic(kernel, op, device, sizes, waste)
         )
+        if not (apart and kernel.starts_as_copy):
+            return made
+        moved = sum(2 * _tensor_bytes(op.results[i], env) for i in kernel.in_place)
+        seconds = moved / (device.memory_bandwidth.sustained * kernel.efficiency.memory)
+        seconds += len(kernel.in_place) * self.launch_seconds(device, kernel.backend)
+        return replace(made, seconds=made.seconds + seconds, bytes=made.bytes + moved)
 
     def failure(self, kernel: Kernel, op: Op) -> str:
         """Why a kernel could not be measured for a group on such a device; "" if it could."""

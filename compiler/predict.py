@@ -17,6 +17,7 @@ from metainfer.ir.streams import is_empty
 from metainfer.ir.timeline import Timeline, simulate
 from metainfer.passes.overlap_prices import choice_at
 from metainfer.passes.step_tasks import tasks_of
+from metainfer.runtime.in_place import in_place
 
 
 def phase_sizes(module: Module, strategy: Strategy, tokens: int) -> dict[str, int]:
@@ -73,17 +74,20 @@ def group_costs(
     limits = module.limits()
     cache: dict[Any, tuple[Cost, float]] = {}
     found: list[GroupCost] = []
-    for item in flatten(module).ops:
+    flat = flatten(module)
+    over = in_place(flat, backends)
+    for item in flat.ops:
         op = item.op
         if not op.choices or is_empty(op, env):
             continue
         kernel = backends.kernels.get(choice_at(op, env).kernel)
-        key = (kernel.name, op.attrs, tuple(v.type for v in (*op.operands, *op.results)))
+        apart = not any(v.name in over for v in op.results)
+        key = (kernel.name, op.attrs, tuple(v.type for v in (*op.operands, *op.results)), apart)
         if key not in cache:
             query = Query(op, device, limits)
             repairs = kernel.repairs_for(kernel.refusals(query)) or ()
             waste = sum(r.waste(query) for r in repairs)
-            cost = model.kernel(kernel, op, device, env, waste)
+            cost = model.kernel(kernel, op, device, env, waste, apart=apart)
             # What a kernel compresses is bounded by compressed bytes.
             bound = replace(model, compression=kernel.option.partition("=")[2] or "none")
             least = bound.roofline(op, device, env, kernel.efficiency.rate)

@@ -149,6 +149,7 @@ class TorchEmitter:
             self._workspace(op.stream),
             self._storage.rope_tables,
             self._env,
+            tuple(self._arena.buffers[v.name].size for v in op.results if not v.is_state),
         )
         if isinstance(kernel.binder, TritonBinder):
             return kernel.binder.bind(call)

@@ -249,7 +249,8 @@ class PhaseExecutor:
             return _nothing
         if kernel is None:
             return views.bind(item, None)
-        return self._stand_ins.call(item.op, kernel, partial(views.bind, item))
+        placed = [i for i, v in enumerate(item.op.results) if v.name in self._arena.in_place]
+        return self._stand_ins.call(item.op, kernel, partial(views.bind, item), placed)
 
     def _issued(self, segment: Segment, calls: list[Call]) -> list[Call]:
         if isinstance(segment, CpuSegment):

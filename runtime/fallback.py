@@ -5,7 +5,7 @@ the compiler of this machine has the last word: as a plan is loaded (`settled`),
 first launched (`Standing`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from metainfer.backends.kernel import Kernel, Query
@@ -140,13 +140,22 @@ class StandIns:
         self.notes: list[str] = []
 
     def call(
-        self, op: Op, kernel: Kernel, bind: Callable[[Kernel], Callable[[], None]]
-    ) -> Callable[[], None]:
-        """The call of a group by a kernel, or by what stands in for it."""
+        self, op: Op, kernel: Kernel, bind: Callable[[Kernel], Callable[[], None]],
+        placed: Collection[int] = (),
+    ) -> Callable[[], None]:  # fmt: skip
+        """The call of a group by a kernel, or by what stands in for it.
+
+        Args:
+            op: the group.
+            kernel: as planned.
+            bind: makes a kernel's call.
+            placed: results that lie where an operand did: what stands in must bear that, too.
+        """
         standbys = self._standbys
         if standbys is None or kernel.backend != "triton":
             return bind(kernel)
-        return self._standing(standbys, op, kernel, kernel, bind)
+        over = {r: kernel.in_place[r] for r in placed}
+        return self._standing(standbys, op, kernel, kernel, bind, over)
 
     def _standing(
         self,
@@ -155,18 +164,23 @@ class StandIns:
         planned: Kernel,
         kernel: Kernel,
         bind: Callable[[Kernel], Callable[[], None]],
+        over: Mapping[int, int],
     ) -> Standing:
         def following(error: CompileFailure) -> Standing:
             is_news = kernel.name not in self._broken
             self._broken.setdefault(kernel.name, error.what)
             room = standbys.room_of(op, planned, self._limits)
             others = standbys.of(op, planned, self._limits, room)
-            usable = [k for k in others if k.name not in self._broken]
+            usable = [
+                k
+                for k in others
+                if k.name not in self._broken and over.items() <= dict(k.in_place).items()
+            ]
             if not usable:
                 raise error
             if is_news:
                 self.notes.append(_note(kernel, usable[0], error.what))
-            return self._standing(standbys, op, planned, usable[0], bind)
+            return self._standing(standbys, op, planned, usable[0], bind, over)
 
         def refused() -> None:
             raise CompileFailure(self._broken[kernel.name])

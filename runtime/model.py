@@ -22,6 +22,7 @@ from metainfer.runtime.device_sampling import Chosen, DeviceSampler
 from metainfer.runtime.executor import Measured, Observer, PhaseExecutor
 from metainfer.runtime.fallback import Standbys, settled
 from metainfer.runtime.graphs import Step, StepGraphs, bucket
+from metainfer.runtime.in_place import in_place
 from metainfer.runtime.legality import check_kernels
 from metainfer.runtime.readback import Readback
 from metainfer.runtime.scheduler import pad_step
@@ -324,7 +325,10 @@ class LoadedModel:
         flats = {phase: flatten(m) for phase, m in modules.items()}
         arenas = {
             phase: plan_arena(
-                flats[phase], m.limits(), workspace_bytes(m, flats[phase], device, backends)
+                flats[phase],
+                m.limits(),
+                workspace_bytes(m, flats[phase], device, backends),
+                in_place(flats[phase], backends),
             )
             for phase, m in modules.items()
         }

@@ -34,6 +34,7 @@ from metainfer.ir.verify import verify_module
 from metainfer.passes.rewrite import apply_rules, load_rules
 from metainfer.passes.target import Target
 from metainfer.runtime.executor import PhaseExecutor
+from metainfer.runtime.in_place import in_place
 from metainfer.runtime.legality import check_kernels
 from metainfer.runtime.storage import Storage
 from metainfer.runtime.weights import WeightStore
@@ -180,7 +181,8 @@ def execute(module: Module, example: Example, env: Mapping[str, int]) -> Result:
     verify_module(module)
     check_kernels(module, CPU, backends)
     flat, limits = flatten(module), module.limits()
-    arena = plan_arena(flat, limits, workspace_bytes(module, flat, CPU, backends))
+    scratch = workspace_bytes(module, flat, CPU, backends)
+    arena = plan_arena(flat, limits, scratch, in_place(flat, backends))
     highs = {name: high for name, (_, high) in limits.items()}
     storage = Storage(arena.size, highs, torch.device("cpu"), POSITIONS, has_step=module.has_step)
     storage.arena.fill_(0xFF)  # what a kernel leaves out shows: not-a-numbers

@@ -118,6 +118,7 @@ def _linear_family(
         f"{name}_add",
         "linear_add",
         requires=(*common, dtype(2, "f32"), dense(2)),
+        in_place={0: 2},
         binder=CpuBinder(emitters.linear_add(function)),
         **shared,  # type: ignore[arg-type]
     )

@@ -27,6 +27,8 @@ class TorchCall:
         workspace: scratch bytes, u8, at least as many as the kernel asks for; None if none is.
         rope: tables of cosines and sines that live as long as the plan.
         sizes: values of the step's size symbols; of a part of the rows no shape tells them.
+        rooms: bytes that each output has to itself from where it begins, where it has more than it
+            fills: what lies behind its last number may be anything, and be written.
     """
 
     op: Op
@@ -36,6 +38,11 @@ class TorchCall:
     workspace: torch.Tensor | None = None
     rope: RopeTables | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    rooms: tuple[int, ...] = ()
+
+    def room(self, number: int) -> int:
+        """Bytes behind an output's beginning that a kernel may write; 0 if nobody says."""
+        return self.rooms[number] if self.rooms else 0
 
 
 @dataclass(frozen=True)

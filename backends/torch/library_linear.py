@@ -16,7 +16,7 @@ from metainfer.backends.torch.codes import Codes
 from metainfer.backends.torch.layouts import Int4Groups, RowScaled
 from metainfer.backends.torch.quantize import quantize
 from metainfer.backends.torch.tensors import BlockTensors
-from metainfer.ir.dtypes import FP8_ROW, Block
+from metainfer.ir.dtypes import FP8_GROUP, FP8_ROW
 
 Run = Callable[[TorchCall], None]
 aten: Any = torch.ops.aten
@@ -49,15 +49,20 @@ def linear(call: TorchCall) -> None:
 
 
 def linear_add(call: TorchCall) -> None:
-    """A linear and the add that follows it, as the product's starting value."""
+    """A linear and the add that follows it, as the product's starting value.
+
+    What is added may lie where the result goes: then nothing is copied.
+    """
     x, weight = call.inputs[:2]
-    other = call.inputs[2].expand(call.outputs[0].shape).reshape(-1, weight.shape[0])
     out = call.outputs[0].view(-1, weight.shape[0])
+    is_there = call.inputs[2].data_ptr() == out.data_ptr()
+    # The same tensor, not only the same memory: by that the library knows that it need not copy.
+    other = out if is_there else call.inputs[2].expand(call.outputs[0].shape).reshape(out.shape)
     if out.device.type == "cpu" and out.dtype == torch.float32:
         # NOTE: the CPU library adds every partial product to the starting value, each time rounded
         # at its size; residuals of trained models are a thousand times larger than the product.
-        torch.mm(_matrix(x), weight.t(), out=out)
-        out.add_(other)
+        product = torch.mm(_matrix(x), weight.t(), **({} if is_there else {"out": out}))
+        torch.add(product, other, out=out)
         return
     torch.addmm(other, _matrix(x), weight.t(), out=out)
 
@@ -141,9 +146,7 @@ def linear_fp8_rounded(call: TorchCall) -> None:
     """The same product of activations that are codes already, a scale a row."""
     x: BlockTensors = call.inputs[0]
     weight: RowScaled = call.inputs[1]
-    _scaled_product(
-        _matrix(x.codes), weight.codes, _matrix(x.scales), weight.scales[None, :], call
-    )
+    _scaled_product(_matrix(x.codes), weight.codes, _matrix(x.scales), weight.scales[None, :], call)
 
 
 def _scaled_product(
@@ -161,29 +164,82 @@ def _scaled_product(
         out.add_(call.inputs[2])
 
 
+# Rows that the library's product of scaled blocks takes at once: columns of scales of 16 bytes.
+BLOCK_ROWS = 4
+
+
 def linear_fp8_blocks(call: TorchCall) -> None:
     """A product of codes by codes, scales of 128 numbers of a row by those of 128 x 128.
 
-    The library wants the scales of the activations column by column: they are turned in scratch.
+    The library wants the scales of the activations column by column, and rows by the four. Rows
+    that fill these up are what happens to lie behind: they are computed into room behind the
+    result; where there is none, the last rows are multiplied in scratch.
     """
     x: BlockTensors = call.inputs[0]
     weight: Codes = call.inputs[1]
     codes, scales = _matrix(x.codes), _matrix(x.scales)
+    out = call.outputs[0].view(-1, call.outputs[0].shape[-1])
+    rows = codes.shape[0]
+    most = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+    has_room = _has_room(codes, most) and most * out.shape[1] * out.itemsize <= call.room(0)
+    whole = most if has_room else rows // BLOCK_ROWS * BLOCK_ROWS
     assert call.workspace is not None
-    raw = call.workspace[: scales.numel() * scales.element_size()]
-    turned = raw.view(torch.float32).view(scales.shape[1], scales.shape[0])
-    turned.copy_(scales.t())
-    _scaled_product(
-        codes, weight.codes.view(torch.float8_e4m3fn), turned.t(), weight.scales.t(), call
+    last_codes, last_out, rest = _last_rows(call.workspace, codes.shape[1], out.shape[1])
+    if whole:
+        _block_product(_longer(codes, whole), scales[:whole], weight, rest, _longer(out, whole))
+    if whole < rows:
+        count = rows - whole
+        last_codes[:count].copy_(codes[whole:])
+        _block_product(last_codes, scales[whole:], weight, rest, last_out)
+        out[whole:].copy_(last_out[:count])
+
+
+def _has_room(x: torch.Tensor, rows: int) -> bool:
+    """Whether so many rows lie within the memory that a matrix is a part of."""
+    stop = (x.storage_offset() + rows * x.shape[1]) * x.itemsize
+    return stop <= x.untyped_storage().nbytes()
+
+
+def _longer(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of a dense matrix, with those that lie behind it."""
+    return x.as_strided((rows, x.shape[1]), (x.shape[1], 1))
+
+
+def _last_rows(
+    scratch: torch.Tensor, inner: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scratch for the last rows of a product: their codes, their results, and what is left."""
+    codes, made = BLOCK_ROWS * inner, BLOCK_ROWS * columns * torch.bfloat16.itemsize
+    first, second, rest = scratch.tensor_split((codes, codes + made))
+    return (
+        first.view(torch.float8_e4m3fn).view(BLOCK_ROWS, inner),
+        second.view(torch.bfloat16).view(BLOCK_ROWS, columns),
+        rest,
     )
 
 
-def turned_scales_bytes(query: Query) -> int:
-    """Scratch of `linear_fp8_blocks`: the scales of the activations."""
-    type_ = query.tensor(0)
-    assert isinstance(type_.dtype, Block)
-    shape = tuple(query.upper(n) for n in type_.shape)
-    return math.prod(type_.dtype.scale_shape(shape)) * torch.float32.itemsize
+def _block_product(
+    codes: torch.Tensor, scales: torch.Tensor, weight: Codes, scratch: torch.Tensor,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """The library's product; scales of fewer rows than there are codes leave the others open."""
+    rows, groups = codes.shape[0], scales.shape[1]
+    raw = scratch[: rows * groups * torch.float32.itemsize]
+    turned = raw.view(torch.float32).view(groups, rows)
+    turned[:, : scales.shape[0]].copy_(scales.t())
+    aten._scaled_mm.out(
+        codes, weight.codes.view(torch.float8_e4m3fn).t(), turned.t(), weight.scales.t(),
+        out_dtype=out.dtype, out=out,
+    )  # fmt: skip
+
+
+def block_product_scratch(query: Query) -> int:
+    """Scratch bytes of `linear_fp8_blocks`: last rows, and the scales of all."""
+    *lead, inner = (query.upper(n) for n in query.tensor(0).shape)
+    columns = query.tensor(1).shape[0].static
+    rows = -(-math.prod(lead) // BLOCK_ROWS) * BLOCK_ROWS
+    last = BLOCK_ROWS * (inner + columns * torch.bfloat16.itemsize)
+    return last + rows * -(-inner // FP8_GROUP.block[0]) * torch.float32.itemsize
 
 
 # Numbers that are widened at once: a few MiB, so that they are read back from the cache.

@@ -1,5 +1,8 @@
 """Records of the library products and attentions for CPUs."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from metainfer.backends.kernel import (
     Constraint,
     Efficiency,
@@ -92,6 +95,7 @@ def _dense_linears() -> tuple[Kernel, ...]:
                 body_operands(0, 2),
             ),
             efficiency=SGEMM,
+            in_place={0: 2},
             binder=TorchBinder(library_linear.linear_add),
         ),
         _activation("relu"),
@@ -131,7 +135,12 @@ def _mkldnn() -> tuple[Kernel, ...]:
 
 
 def _packed(
-    name: str, run: TorchBinder, *extra: Constraint, op: str = "", error: float = 0.0
+    name: str,
+    run: TorchBinder,
+    *extra: Constraint,
+    op: str = "",
+    error: float = 0.0,
+    in_place: Mapping[int, int] = MappingProxyType({}),
 ) -> Kernel:
     """A product by weights that mkldnn packed in bf16."""
     return Kernel(
@@ -142,6 +151,7 @@ def _packed(
         layouts={1: "torch.mkldnn_bf16"},
         efficiency=MKLDNN,
         launches=2,
+        in_place=in_place,
         error=error,
         binder=run,
     )
@@ -150,8 +160,10 @@ def _packed(
 def _packed_fused(follows: str, run: TorchBinder, *extra: Constraint) -> tuple[Kernel, ...]:
     """The product and one op after it, without and with a bias."""
     shared = (all_dtypes("bf16"), body_is("linear", follows), *extra)
+    # The library makes its own result before it is stored.
+    over = {0: 2} if follows == "add" else {}
     return (
-        _packed(f"linear_{follows}", run, *shared, body_operands(0, 2)),
+        _packed(f"linear_{follows}", run, *shared, body_operands(0, 2), in_place=over),
         _packed(f"linear_bias_{follows}", run, *shared, body_operands(0, 3)),
     )
 

@@ -23,6 +23,7 @@ from metainfer.ir.graph import Choice, Graph, Module, Op, Value
 from metainfer.ir.types import Symbol, TensorType
 from metainfer.runtime.bind import TorchEmitter
 from metainfer.runtime.executor import PhaseExecutor
+from metainfer.runtime.in_place import in_place
 from metainfer.runtime.storage import Storage
 from metainfer.runtime.workspace import workspace_bytes
 
@@ -139,7 +140,9 @@ class Samples:
     ) -> Sample:
         limits = module.limits()
         scratch = workspace_bytes(module, flat, self._device, self._backends)
-        arena = plan_arena(flat, limits, scratch)
+        # As in a step: a residual is overwritten. Run after run the product is added to it anew.
+        over = in_place(flat, self._backends, over_inputs=True)
+        arena = plan_arena(flat, limits, scratch, over)
         highs = {name: high for name, (_, high) in limits.items()}
         context = max((s.state.page_size for s in flat.states.values()), default=1) * _each(env)
         positions = max(context, *highs.values(), 1) if highs else context

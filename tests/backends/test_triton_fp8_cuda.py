@@ -62,6 +62,13 @@ def test_library_products(weight: str, columns: int) -> None:
         check_on_gpu("cuda.linear_fp8_rounded", op, operands(op, tokens), {"T": tokens})
 
 
+@pytest.mark.parametrize("columns", [48, 4096])
+def test_library_products_of_blocks(columns: int) -> None:
+    op = product(GROUP, BLOCKS, columns, 1024)
+    for tokens in (1, 4, 300, 301):
+        check_on_gpu("cuda.linear_fp8_blocks", op, operands(op, tokens), {"T": tokens})
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_products_with_the_residual(tile: str) -> None:
     name, op = f"triton.linear_add_fp8_{tile}", product(GROUP, BLOCKS, 4096, 2048, "add")

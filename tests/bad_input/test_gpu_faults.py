@@ -83,7 +83,8 @@ def kernels(**faults: str) -> Backends:
     for name in ("a", "b", "c"):
         fault = faults.get(name)
         fits = Constraint("launches fit the card", lambda query, fault=fault: fault)
-        registry.add(Kernel(f"triton.{name}", "relu", "triton", fits=fits))
+        over = {0: 0} if name != "b" else {}
+        registry.add(Kernel(f"triton.{name}", "relu", "triton", fits=fits, in_place=over))
     registry.add(Kernel("torch.plain", "relu", "torch", generic=True))
     registry.add(Kernel("triton.exact_not", "relu", "triton", error=0.1, launches=0))
     registry.add(Kernel("triton.packed", "relu", "triton", layouts={0: "other"}, launches=0))
@@ -146,6 +147,11 @@ def test_the_next_candidate_is_taken_when_a_kernel_is_first_launched() -> None:
     stand_ins.call(op, backends.kernels.get("triton.a"), bind)()
     assert tried[4:] == ["triton.c"]
     assert len(stand_ins.notes) == 2
+    # Where the result lies in an operand's place, only what may write there stands in.
+    tried.clear()
+    fresh = StandIns(standbys(backends), module.limits())
+    fresh.call(op, backends.kernels.get("triton.a"), bind, placed=[0])()
+    assert tried == ["triton.a", "triton.c"]
 
 
 def test_without_another_candidate_the_failure_stays() -> None:

@@ -3,11 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metainfer.ir.arena import ALIGNMENT_BYTES, Arena, plan_arena
+from metainfer.ir.arena import ALIGNMENT_BYTES, Arena, overlaid, plan_arena
 from metainfer.ir.dtypes import F32
 from metainfer.ir.flatten import FlatModule, flatten
 from metainfer.ir.graph import Graph, Module, Value
 from metainfer.ir.ops.record import Builder
+from metainfer.ir.parser import parse_module
 from metainfer.ir.types import Symbol, tensor
 from metainfer.ir.views import strided_values
 
@@ -40,6 +41,59 @@ def programs(draw: st.DrawFn) -> Module:
     )
     main = Graph("main", (values[0],), ops=tuple(builder.ops), outputs=outputs)
     return Module("m", (Symbol("T", 1, 7),), graphs=(main,))
+
+
+def placed(lines: str, leave: str) -> dict[str, str]:
+    """What takes whose place in a graph of adds, each of which may take that of its second."""
+    module = parse_module(f"""module m {{
+      dim T in [1, 8]
+      main(%x: f32[T,8], %y: f32[T,8]) {{
+        %0 = silu(%x) : f32[T,8]
+        %1 = silu(%y) : f32[T,8]
+        {lines}
+        return {leave}
+      }}
+    }}""")
+    flat = flatten(module)
+    found = overlaid(flat, [{0: 1} if i.op.name == "add" else {} for i in flat.ops])
+    arena = plan_arena(flat, module.limits(), in_place=found)
+    for result, operand in found.items():
+        assert arena.buffers[result].offset == arena.buffers[operand].offset
+    assert dict(arena.in_place) == found
+    return found
+
+
+ADD = "%2 = add(%0, %1) : f32[T,8]"
+
+
+def test_a_result_takes_the_place_of_an_operand_that_is_done_with() -> None:
+    assert placed(ADD, "%2") == {"%2": "%1"}
+    again = f"{ADD} %3 = silu(%0) : f32[T,8] %4 = add(%3, %2) : f32[T,8]"
+    assert placed(again, "%4") == {"%2": "%1", "%4": "%2"}
+    flat = "%2 = reshape(%1) {shape = (dim(8*T),)} : f32[8*T]"
+    back = f"{flat} %3 = silu(%0) : f32[T,8] %4 = reshape(%2) {{shape = (dim(T), 8)}} : f32[T,8]"
+    assert placed(f"{back} %5 = add(%3, %4) : f32[T,8]", "%5") == {"%5": "%1"}
+
+
+def test_it_does_not_where_somebody_reads_on() -> None:
+    reads = (
+        (ADD, "%2, %1"),
+        (f"{ADD} %3 = silu(%1) : f32[T,8]", "%2, %3"),
+        (f"%3 = reshape(%1) {{shape = (dim(8*T),)}} : f32[8*T] {ADD}", "%2, %3"),
+        ("%2 = add(%1, %1) : f32[T,8]", "%2"),
+        ("%2 = add(%0, %x) : f32[T,8]", "%2"),  # an input
+        ("%2 = slice(%1) {dim = 0, start = 0, stop = 1} : f32[1,8] "
+         "%3 = slice(%0) {dim = 0, start = 0, stop = 1} : f32[1,8] "
+         "%4 = add(%3, %2) : f32[1,8]", "%4"),
+        ("%2 = slice(%1) {dim = 0, start = 0, stop = 1} : f32[1,8] "
+         "%3 = add(%0, %2) : f32[T,8]", "%3"),
+        ("%2 = tanh(%1) : f32[T,8] stream 1 after %1 %3 = add(%0, %1) : f32[T,8] "
+         "%4 = concat(%2, %3) {dim = 1} : f32[T,16] after %2", "%4"),
+    )  # fmt: skip
+    for lines, leave in reads:
+        assert "%1" not in placed(lines, leave).values(), lines
+    waits = "%2 = tanh(%1) : f32[T,8] stream 1 after %1 %3 = add(%0, %1) : f32[T,8] after %2"
+    assert placed(waits, "%3") == {"%3": "%1"}
 
 
 def spans(arena: Arena, flat: FlatModule) -> list[tuple[int, int, int, int]]:

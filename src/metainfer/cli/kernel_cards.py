@@ -140,6 +140,9 @@ def _print_costs(kernel: Any) -> None:
         indent=2,
     )
     facts = [f"{kernel.launches} launch{'es' * (kernel.launches != 1)}"]
+    if kernel.in_place:
+        places = ", ".join(map(str, kernel.in_place.values()))
+        facts.append(f"its result may take the place of operand {places}")
     if kernel.extra_bytes:
         facts.append(f"{kernel.extra_bytes:g} times its compulsory bytes beside them")
     if kernel.error:

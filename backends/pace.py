@@ -1,0 +1,52 @@
+"""How long a product takes that is cut into tiles: some hang over, processors are left idle."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from metainfer.backends.kernel import Effort
+from metainfer.hardware.device import Device
+from metainfer.ir.graph import Op
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one program of a product does, and how fast.
+
+    Attributes:
+        rows: of a tile of the result.
+        columns: of a tile of the result.
+        alone: fraction of its processor's rate that a program reaches.
+        resident: programs that a processor runs at once, none slower for it.
+        ends: so many more numbers of its sum a program seems to take to begin and to end.
+        source: where these figures come from.
+    """
+
+    rows: int
+    columns: int
+    alone: float
+    resident: int
+    ends: int
+    source: str
+
+    def effort(self, compute: float) -> Effort:
+        """Arithmetic over that of the product alone.
+
+        Args:
+            compute: fraction of the rate that all processors together reach at most.
+        """
+
+        def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
+            # Of the product itself: what follows it may have other columns, or other dims.
+            rows = math.prod(op.operands[0].tensor.concrete(env)[:-1])
+            columns, inner = (n.static for n in op.operands[1].tensor.shape)
+            programs = -(-rows // self.rows) * -(-columns // self.columns)
+            if programs == 0 or device.num_sms == 0:
+                return 1.0
+            whole = programs * self.rows * self.columns / (rows * columns)
+            waves = -(-programs // (device.num_sms * self.resident))
+            # A wave takes no less than one of its programs.
+            idle = waves * device.num_sms / programs * compute / self.alone
+            return whole * max(1.0, idle) * (inner + self.ends) / inner
+
+        return factor
