@@ -68,6 +68,7 @@ def by_blocks(
     rows, groups = left.shape
     assert rows == x.shape[0] == out.shape[0]
     assert rows % 4 == 0
+    assert groups * 128 == x.shape[1]
     assert left.stride() == (1, rows)
     assert right.t().is_contiguous()
     assert out.is_contiguous()
