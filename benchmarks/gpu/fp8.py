@@ -128,19 +128,25 @@ def filled_words(data: Words) -> Words:
 
 
 def calls_of(kernel: Kernel, op: Op, rows: int) -> list[TorchCall]:
-    found = []
+    found, size = [], 0
+    if kernel.workspace is not None:
+        size = kernel.workspace(Query(op, load_machine("1xh200").device(0), {"T": (rows, rows)}))
     for _ in range(COPIES):
+        scratch = torch.zeros(size, dtype=torch.uint8, device="cuda")
         typed = typed_call(op, {"T": rows}, kernel.layouts, installed().layouts)
         inputs, outputs = tuple(map(filled, typed.inputs)), tuple(map(filled, typed.outputs))
-        found.append(TorchCall(op, inputs, outputs, typed.attrs))
+        found.append(TorchCall(op, inputs, outputs, typed.attrs, scratch))
     return found
+
+
+_LIBRARY = ("cuda.linear_bf16", "cuda.linear_fp8_blocks")
 
 
 def candidates(op: Op, kind: str, rows: int) -> Iterator[Kernel]:
     card = load_machine("1xh200").device(0)
     query = Query(op, card, {"T": (rows, rows)})
     for kernel in installed().kernels.candidates(kind):
-        ours = kernel.backend == "triton" or kernel.name == "cuda.linear_bf16"
+        ours = kernel.backend == "triton" or kernel.name in _LIBRARY
         if ours and not kernel.refusals(query):
             yield kernel
 
