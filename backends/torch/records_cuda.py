@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+import torch
+
 from metainfer.backends.kernel import (
     Constraint,
     Efficiency,
     Kernel,
+    Query,
     Registry,
     attr_is,
     device_kind,
@@ -219,6 +222,14 @@ def _fp8_rounded() -> Kernel:
     )
 
 
+def _older_cuda(query: Query) -> str | None:
+    """The version of torch's CUDA where its library does not scale blocks yet."""
+    version = torch.version.cuda
+    if version is None or tuple(map(int, version.split(".")[:2])) >= (12, 9):
+        return None
+    return f"CUDA {version}"
+
+
 def _blocked_effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
     *lead, inner = op.operands[0].tensor.concrete(env)
     pace = BLOCKED_FEW if math.prod(lead) <= 16 and inner > 4096 else BLOCKED
@@ -235,6 +246,8 @@ def _fp8_blocks() -> Kernel:
             GPU,
             CUDA,
             feature("fp8_mma"),
+            # cuBLAS scales blocks on Hopper only, so far.
+            feature("wgmma"),
             dtype(0, str(FP8_GROUP)),
             dtype(1, str(FP8_BLOCK)),
             WEIGHT,
@@ -248,6 +261,7 @@ def _fp8_blocks() -> Kernel:
         # The scales of the activations are turned first.
         launches=2,
         effort=_blocked_effort,
+        fits=Constraint("CUDA 12.9 or newer, if there is one here", _older_cuda),
         error=F8_SUMS,
         workspace=library_linear.block_product_scratch,
         binder=TorchBinder(library_linear.linear_fp8_blocks),

@@ -122,3 +122,13 @@ def test_blocks_that_the_library_does_not_take_are_refused() -> None:
         "wanted N % 16 == 0, found 40"
     ]
     assert "found f8e4m3/row:f32" in refusals(product(GROUP, ROW, 48, 512), BY_BLOCKS)[0]
+
+
+def test_blocks_want_hopper_and_a_library_that_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, kernel = product(GROUP, WEIGHTS[0], 272, 512), installed().kernels.get(BY_BLOCKS)
+    (found,) = kernel.refusals(Query(op, CARDS["8xpcie"], {}))
+    assert found.constraint == "feature wgmma"
+    for version, refused in ((None, False), ("13.0", False), ("12.9", False), ("12.8", True)):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        wanted = [f"wanted CUDA 12.9 or newer, if there is one here, found CUDA {version}"]
+        assert refusals(op, BY_BLOCKS) == (wanted if refused else [])
