@@ -25,7 +25,7 @@ LATENT = 512  # numbers of a latent at most
 SMALLEST_LATENT = 16  # what a product adds up at least
 _ASSUMED_SMS = 132  # where tensors lie on no GPU: interpreted, or compiled for another machine
 PER_SM = 2  # programs of the split form that share a multiprocessor
-_COMBINED = 16  # pieces that attention_combine reads at once
+_COMBINED = 32  # pieces that attention_combine reads at once
 
 
 @dataclass(frozen=True)

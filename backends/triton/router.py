@@ -89,7 +89,7 @@ def split_of(columns: int, inner: int) -> int:
 
 def _pieces(tokens: int, columns: int, inner: int) -> list[Piece]:
     tiles, split = -(-tokens // TILE.rows), split_of(columns, inner)
-    return [Piece((tiles, split, columns, TILE.rows), torch.float32)]
+    return [Piece((tiles, split, TILE.rows, columns), torch.float32)]
 
 
 def _workspace(query: Query) -> int:

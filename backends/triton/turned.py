@@ -14,6 +14,7 @@ from metainfer.backends.triton.scratch import carve
 from metainfer.backends.triton.skinny import none_arrived, scratch_of, split_of
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op
+from metainfer.ir.step import is_step_field
 
 PLAIN = "linear_rope_kv_write"
 NORMED = "linear_qk_norm_rope_kv_write"
@@ -86,6 +87,7 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
 
         x, q = call.inputs[0], call.outputs[0]
         *norms, positions, state, slots = call.inputs[2:]
+        places = call.op.operands[-3:]
         heads = heads_of(body_of(call.op))
         rows, inner = x.shape
         columns = (heads.queries + 2 * heads.keys) * heads.width
@@ -116,6 +118,7 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                     "NORMED": heads.eps is not None, "EPS": heads.eps or 0.0,
                     "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "SPLIT": split,
                     "HEAD": tile.head,
+                    "SETTLED": is_step_field(places[0]) and is_step_field(places[2]),
                 },
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,

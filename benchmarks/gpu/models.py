@@ -107,9 +107,11 @@ def print_shares(found: Sequence[Share], whole: float) -> None:
         f"   {whole:.0f} us from the first to the last kernel, {total:.0f} in kernels", flush=True
     )
     for share in found[:SHOWN]:
-        mean = share.us / share.count
+        mean, added = share.us / share.count, share.added / share.count
         print(
-            f"   {share.us:9.1f} us {share.count:4d} x {mean:8.2f}  {share.kernel[:90]}", flush=True
+            f"   {share.added:9.1f} us {share.count:4d} x {added:8.2f} (from its start "
+            f"{mean:8.2f})  {share.kernel[:80]}",
+            flush=True,
         )
 
 

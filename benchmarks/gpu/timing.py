@@ -66,18 +66,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Share:
-    """What the launches of one kernel take of a run: how many, and microseconds in all."""
+    """What the launches of one kernel take of a run: how many, and microseconds in all.
+
+    `us` counts a kernel from its start, which may be early: while the one in front still runs.
+    `added` is what it ends later than all in front of it have: what the step waits for it.
+    """
 
     kernel: str
     count: int
     us: float
+    added: float
 
 
 def shares(run: Callable[[], object]) -> tuple[list[Share], float]:
     """Time of each kernel in a run, the most first, and microseconds from the first to the last.
 
-    What the shares leave of the whole is the processors' time between kernels (less than nothing
-    where kernels overlap).
+    What kernels add makes the whole, the processors' time in front of each included.
     """
     run()
     torch.cuda.synchronize()
@@ -85,13 +89,15 @@ def shares(run: Callable[[], object]) -> tuple[list[Share], float]:
         run()
         torch.cuda.synchronize()
     found = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    first = ended = min(e.time_range.start for e in found)
     sums: dict[str, Share] = {}
-    for event in found:
-        known = sums.get(event.name, Share(event.name, 0, 0.0))
+    for event in sorted(found, key=lambda e: e.time_range.end):
+        known = sums.get(event.name, Share(event.name, 0, 0.0, 0.0))
         taken = event.time_range.end - event.time_range.start
-        sums[event.name] = Share(event.name, known.count + 1, known.us + taken)
-    whole = max(e.time_range.end for e in found) - min(e.time_range.start for e in found)
-    return sorted(sums.values(), key=lambda share: -share.us), whole
+        added = event.time_range.end - ended
+        ended = event.time_range.end
+        sums[event.name] = Share(event.name, known.count + 1, known.us + taken, known.added + added)
+    return sorted(sums.values(), key=lambda share: -share.added), ended - first
 
 
 def ceilings() -> Ceilings:

@@ -229,13 +229,14 @@ def test_pages_hold_whole_blocks_where_that_is_faster(hw: str, page: int) -> Non
 
 def test_launches_that_start_early_read_what_others_write_after_they_have_waited() -> None:
     """Before it they may read the fields of the step, which no launch writes."""
-    written = r"\b(q|k|v|out|pieces|stats|table|tl\.store)\b"
+    written = r"\b(q|k|v|out|pieces|stats|tl\.store)\b"
     op, card = symbolic((32, 8), 128, 64), CARDS["1xh200"]
     for name in (*FORMS, PAGED):
         for launch in launches_of(installed().kernels.get(name), op, card, DECODE, installed()):
             text = inspect.getsource(launch.function.fn).split('"""')[2]
-            last = list(re.finditer(r"early\.wait(_for_last)?\(EARLY\)", text))[-1]
-            before, after = text[: last.start()], text[last.end() :]
+            # Where all there is of the step is its own: the first wait is of the other calls.
+            *_, wait = list(re.finditer(r"early\.wait(_for_last)?\(EARLY\)", text))[:2]
+            before, after = text[: wait.start()], text[wait.end() :]
             assert launch.is_early
             assert not re.search(written, before)
             assert re.search(written, after)

@@ -206,15 +206,15 @@ def argmax(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
         raise Unsupported("argmax along another dim than the last", advice="transpose it first")
     row, column = _row(body, x, index)
     body.comment(op)
-    kept = _kept(body, row, column, _lowest(x))
+    _make_sure_float(x)
+    kept = _kept(body, row, column, 'float("-inf")')
     over = _over_row(row.axes, column)
     return body.finish(op.result, f"tl.argmax({kept}, axis=1)[:, None]", over)
 
 
-def _lowest(value: Value) -> str:
+def _make_sure_float(value: Value) -> None:
     if not value.tensor.dtype.is_float:
         raise Unsupported(f"the largest of {value.tensor.dtype}", advice="cast it to float first")
-    return 'float("-inf")'
 
 
 def topk(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
@@ -228,16 +228,20 @@ def topk(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
     body.comment(op)
     over = _over_row(row.axes, column)
     made_axes = joined(over, place.axes)
-    width, lowest = x.tensor.shape[-1].static, _lowest(x)
+    width = x.tensor.shape[-1].static
+    _make_sure_float(x)
     free = body.assign(f"({column.text} < {width}) & ({row.text} == {row.text})", row.axes)
+    # Whole numbers in the order of the floats: a warp finds the largest by one instruction.
+    order = body.assign(f"functions.ranked({row.text})", row.axes)
     values, places = body.zeros(made_axes, "tl.float32"), body.zeros(made_axes, "tl.int32")
     step = body.fresh("k")
     with body.loop(step, int(str(op.attr["k"]))):
-        left = body.assign(f"tl.where({free.text}, {row.text}, {lowest})", row.axes)
+        left = body.assign(f"tl.where({free.text}, {order.text}, functions.LOWEST_RANK)", row.axes)
         best = body.assign(f"tl.max({left.text}, axis=1)[:, None]", over)
-        first = f"tl.where({free.text} & ({row.text} == {best.text}), {column.text}, {width - 1})"
+        first = f"tl.where({free.text} & ({order.text} == {best.text}), {column.text}, {width - 1})"
         at = body.assign(f"tl.min({first}, axis=1)[:, None]", over)
-        body.emit(f"{values.text} = tl.where({place.text} == {step}, {best.text}, {values.text})")
+        found = f"functions.unranked({best.text})"
+        body.emit(f"{values.text} = tl.where({place.text} == {step}, {found}, {values.text})")
         body.emit(f"{places.text} = tl.where({place.text} == {step}, {at.text}, {places.text})")
         body.emit(f"{free.text} = {free.text} & ({column.text} != {at.text})")
     narrow = rounded(values.text, scalar(op.results[0].tensor.dtype))

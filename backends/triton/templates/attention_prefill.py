@@ -8,6 +8,7 @@ from metainfer.backends.triton.templates.attention_tile import (
     attend_span,
     find_tile,
     in_f16,
+    load_pages,
     load_queries,
     of_head,
     settled,
@@ -76,18 +77,21 @@ def attention_prefill(
     v = of_head(v, group * HEADS // GROUP, v_head)
     position = shift + token
     if WINDOW > 0:
+        pages = load_pages(table, low, tl.minimum(inner, stop), PAGE, KEYS)
         acc0, acc1, top, total = attend_span(
-            q0, q1, acc0, acc1, top, total, position, table, k, v,
+            q0, q1, acc0, acc1, top, total, position, table, pages, k, v,
             low, tl.minimum(inner, stop), stop, by_score, k_page, k_key, v_page, v_key,
             D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True, False,
         )  # fmt: skip
+    pages = load_pages(table, inner, tl.minimum(full, stop), PAGE, KEYS)
     acc0, acc1, top, total = attend_span(
-        q0, q1, acc0, acc1, top, total, position, table, k, v,
+        q0, q1, acc0, acc1, top, total, position, table, pages, k, v,
         inner, full, stop, by_score, k_page, k_key, v_page, v_key,
         D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, False, False,
     )  # fmt: skip
+    pages = load_pages(table, tl.maximum(inner, full), stop, PAGE, KEYS)
     acc0, acc1, top, total = attend_span(
-        q0, q1, acc0, acc1, top, total, position, table, k, v,
+        q0, q1, acc0, acc1, top, total, position, table, pages, k, v,
         tl.maximum(inner, full), stop, stop, by_score, k_page, k_key, v_page, v_key,
         D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True, False,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from metainfer.backends.triton.templates.attention_tile import (
     attend_span,
     find_tile,
     in_f16,
+    load_pages,
     load_queries,
     of_head,
     settled,
@@ -81,8 +82,6 @@ def attention_split(
     limit = tl.minimum(unit + part, work)
     slot = program * 2
     row = tl.arange(0, ROWS)
-    if SETTLED:
-        early.wait_for_last(EARLY)
     while unit < limit:
         sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)
         before = tl.max(tl.where(ends <= unit, ends, 0), axis=0)
@@ -94,6 +93,11 @@ def attention_split(
         block = (unit - before) % blocks
         count = tl.minimum(blocks - block, limit - unit)
         group = piece % groups
+        at_pages = table + sequence.to(tl.int64) * table_row
+        low = (low + block) * KEYS
+        pages = load_pages(at_pages, low, length, PAGE, KEYS)
+        if SETTLED:
+            early.wait_for_last(EARLY)
         first = begin + piece // groups * QUERIES
         token = first + row // HEADS
         head = group * HEADS + row % HEADS
@@ -112,10 +116,9 @@ def attention_split(
             acc1 = tl.zeros([ROWS, E1], tl.float32)
         key_head = group * HEADS // GROUP
         acc0, acc1, top, total = attend_span(
-            q0, q1, acc0, acc1, top, total, token + (length - end),
-            table + sequence.to(tl.int64) * table_row,
+            q0, q1, acc0, acc1, top, total, token + (length - end), at_pages, pages,
             of_head(k, key_head, k_head), of_head(v, key_head, v_head),
-            (low + block) * KEYS, tl.minimum((low + block + count) * KEYS, length), length,
+            low, tl.minimum(low + count * KEYS, length), length,
             by_score, k_page, k_key, v_page, v_key,
             D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True, True,
         )  # fmt: skip
@@ -135,6 +138,9 @@ def attention_split(
             tl.store(stats + at * 2 * ROWS + row, top, mask=valid)
             tl.store(stats + at * 2 * ROWS + ROWS + row, total, mask=valid)
         unit += count
+    if SETTLED:
+        # Also those that had no part: the next launch relies on all of them.
+        early.wait_for_last(EARLY)
 
 
 @triton.jit
@@ -181,13 +187,15 @@ def attention_combine(
         there = program <= last
         slot = program * 2 + ((program == begins) & (unit > begins * part)).to(tl.int32)
         at = stats + slot * 2 * ROWS + row
+        spot = pieces + (slot.to(tl.int64) * ROWS + row)[:, None] * E + column[None, :]
+        # All reads are on their way before the first is waited for.
         tops = tl.load(at, mask=there, other=LOWEST)
+        totals = tl.load(at + ROWS, mask=there, other=0.0)
+        values = tl.load(spot, mask=there[:, None] & (column[None, :] < E), other=0.0)
         new_top = tl.maximum(top, tl.max(tops, axis=0))
         scale = tl.exp2(tops - new_top)
         shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(tl.load(at + ROWS, mask=there, other=0.0) * scale, axis=0)
-        spot = pieces + (slot.to(tl.int64) * ROWS + row)[:, None] * E + column[None, :]
-        values = tl.load(spot, mask=there[:, None] & (column[None, :] < E), other=0.0)
+        total = total * shrink + tl.sum(totals * scale, axis=0)
         acc = acc * shrink + tl.sum(values * scale[:, None], axis=0)
         top = new_top
     acc = acc / tl.where(total == 0.0, 1.0, total)

@@ -315,7 +315,7 @@ def attend(
 
 @triton.jit
 def attend_span(
-    q0, q1, acc0, acc1, top, total, position, table,
+    q0, q1, acc0, acc1, top, total, position, table, pages,
     k, v, low, high, stop, factor,
     k_page, k_key, v_page, v_key,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -325,11 +325,11 @@ def attend_span(
 ):  # fmt: skip
     """All blocks of keys from ``low`` (a multiple of KEYS) to ``high``; none past ``stop`` is seen.
 
-    The next block's page numbers are read a step ahead: the reads of keys wait for no table. With
-    AHEAD scales are too: where few rows leave registers for those of two blocks.
+    The next block's page numbers are read a step ahead: the reads of keys wait for no table; the
+    first ones (``pages``) are the caller's, which may have them before it has queries. With AHEAD
+    scales are too: where few rows leave registers for those of two blocks.
     """
     last = tl.minimum(high, stop)
-    pages = load_pages(table, low, last, PAGE, KEYS)
     scales = scales_of(
         k, v, pages, low, stop, k_page, k_key, v_page, v_key, D, E, PAGE, KEYS, MASKED
     )  # fmt: skip

@@ -53,3 +53,20 @@ def e8m0(bits):
     wide = bits.to(tl.int32)
     value = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.float32, bitcast=True)
     return tl.where(wide == 255, float("nan"), value)
+
+
+# The rank of -inf: every other number's is higher.
+LOWEST_RANK: tl.constexpr = tl.constexpr(-2139095041)
+
+
+@triton.jit
+def ranked(x):
+    """Whole numbers ordered as floats are, both zeros alike; NaN has no place in the order."""
+    bits = (x.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def unranked(rank):
+    """The floats of such whole numbers."""
+    return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)

@@ -29,8 +29,22 @@ def normed(a, b, weight, pair, EPS: tl.constexpr, D: tl.constexpr, KEPT: tl.cons
 
 
 @triton.jit
+def places(
+    positions, slots, cos, sin, m_M, rows, head, pair,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Cosines and sines [BM, D / 2 of the tile] of a head that turns, slots [BM]: one that stays."""
+    there = m_M < rows
+    turns = there[:, None] & (head < H + G)
+    at = tl.load(positions + m_M, mask=there, other=0).to(tl.int64)[:, None] * (D // 2)
+    c = tl.load(cos + at + pair[None, :], mask=turns, other=0.0)
+    s = tl.load(sin + at + pair[None, :], mask=turns, other=0.0)
+    return c, s, tl.load(slots + m_M, mask=there & (head >= H), other=0).to(tl.int64)
+
+
+@triton.jit
 def finish_turned(
-    acc, q, k, v, q_norm, k_norm, positions, slots, cos, sin, m_M, rows, head, pair,
+    acc, q, k, v, q_norm, k_norm, c, s, slot, m_M, rows, head, pair,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     NORMED: tl.constexpr, EPS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -40,25 +54,21 @@ def finish_turned(
     a, b = tl.split(tl.reshape(tl.trans(acc), (BM, HALF, 2)))
     # The product's own rounding, as where it is stored.
     a, b = a.to(KEPT).to(tl.float32), b.to(KEPT).to(tl.float32)
-    there = m_M < rows
-    row, inside = m_M[:, None].to(tl.int64), there[:, None]
+    row, inside = m_M[:, None].to(tl.int64), m_M[:, None] < rows
     if head < H + G:
         if NORMED:
             if head < H:
                 a, b = normed(a, b, q_norm, pair, EPS, D, KEPT)
             else:
                 a, b = normed(a, b, k_norm, pair, EPS, D, KEPT)
-        at = tl.load(positions + m_M, mask=there, other=0).to(tl.int64)[:, None] * (D // 2)
-        c = tl.load(cos + at + pair[None, :], mask=inside, other=0.0)
-        s = tl.load(sin + at + pair[None, :], mask=inside, other=0.0)
         a, b = a * c - b * s, b * c + a * s
     if head < H:
         spot = q + row * (H * D) + head * D + pair[None, :]
     else:
-        slot = tl.load(slots + m_M, mask=there, other=0).to(tl.int64)[:, None] * (G * D)
-        spot = k + slot + (head - H) * D + pair[None, :]
+        row = slot[:, None] * (G * D)
+        spot = k + row + (head - H) * D + pair[None, :]
         if head >= H + G:
-            spot = v + slot + (head - H - G) * D + pair[None, :]
+            spot = v + row + (head - H - G) * D + pair[None, :]
     tl.store(spot, a.to(KEPT), mask=inside)
     tl.store(spot + D // 2, b.to(KEPT), mask=inside)
 
@@ -71,14 +81,15 @@ def gemm_skinny_turned(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     NORMED: tl.constexpr, EPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    HEAD: tl.constexpr, EARLY: tl.constexpr,
+    HEAD: tl.constexpr, SETTLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BN rows of one head of the weight a program, or one of SPLIT parts of their sums.
 
     Shapes: x [M, K], weight [(H + 2 G) D, K]; q [M, H, D]; k and v [slots, G, D], written at
     ``slots`` [M]; q_norm and k_norm [D], read where NORMED: BN is D then; positions [M]; cos and
     sin [positions, D / 2]; partial and arrived as `gemm_skinny`. KEPT: type of the product, q, k
-    and v.
+    and v. SETTLED: positions and slots are the step's own: they, and what lies in tables at them,
+    are read before the launch in front has ended.
     """
     early.let_next(EARLY)
     tile, tile_m, tile_n, part = place(rows, columns, BM, BN, SPLIT)
@@ -88,21 +99,25 @@ def gemm_skinny_turned(
     n_N = head * D + begin + both // 2 + both % 2 * (D // 2)
     first = part * tl.cdiv(inner, BK * SPLIT) * BK
     head_NK = head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD)
-    early.wait_for_last(EARLY)
+    pair = begin + tl.arange(0, BN // 2)
+    if not SETTLED:
+        early.wait_for_last(EARLY)
+    c, s, slot = places(positions, slots, cos, sin, m_M, rows, head, pair, H, G, D)
+    if SETTLED:
+        early.wait_for_last(EARLY)
     acc = sums(
         x, weight, head_NK, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD
     )  # fmt: skip
-    pair = begin + tl.arange(0, BN // 2)
     tiles = tl.cdiv(rows, BM) * tl.cdiv(columns, BN)
     if SPLIT > 1:
         if is_last(acc, partial, arrived, tile, tiles, part, SPLIT):
             acc = collected(partial, arrived, tile, tiles, BN, BM, SPLIT)
             finish_turned(
-                acc, q, k, v, q_norm, k_norm, positions, slots, cos, sin, m_M, rows, head, pair,
+                acc, q, k, v, q_norm, k_norm, c, s, slot, m_M, rows, head, pair,
                 H, G, D, NORMED, EPS, KEPT,
             )  # fmt: skip
     else:
         finish_turned(
-            acc, q, k, v, q_norm, k_norm, positions, slots, cos, sin, m_M, rows, head, pair,
+            acc, q, k, v, q_norm, k_norm, c, s, slot, m_M, rows, head, pair,
             H, G, D, NORMED, EPS, KEPT,
         )  # fmt: skip

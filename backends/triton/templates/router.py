@@ -22,7 +22,7 @@ def linear_route(
     """One of SPLIT parts of the sums of BM tokens and BN columns; ``epilogue`` stores the results.
 
     x [M, K]; weight: pointers for ``step``; operands: what ``epilogue`` reads and writes beside
-    float32 rows [BM, WIDE] of scores; partial [tiles, SPLIT, columns, BM]; arrived [tiles], zeros.
+    float32 rows [BM, WIDE] of scores; partial [tiles, SPLIT, BM, columns]; arrived [tiles], zeros.
     """
     early.let_next(EARLY)
     across = tl.cdiv(columns, BN) * SPLIT
@@ -35,17 +35,18 @@ def linear_route(
     acc = gemm_skinny.sums(
         x, weight, head_NK, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD
     )  # fmt: skip
-    column = tl.arange(0, BM)[None, :]
-    partial += tile * SPLIT * columns * BM
-    at = partial + (part * columns + n_N[:, None]) * BM + column
-    tl.store(at, acc, mask=n_N[:, None] < columns)
+    row = m_M[:, None].to(tl.int64)
+    at = partial + ((tile * SPLIT + part) * BM + tl.arange(0, BM)[None, :]) * columns + n_N[:, None]
+    tl.store(at, acc, mask=(n_N[:, None] < columns) & (m_M[None, :] < rows))
     tl.debug_barrier()
     if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == across - 1:
         tl.store(arrived + tile, 0)
-        every = tl.arange(0, WIDE)[:, None]
-        scores = tl.zeros((WIDE, BM), tl.float32)
+        every = tl.arange(0, WIDE)[None, :]
+        there = (row < rows) & (every < columns)
+        scores = tl.zeros((BM, WIDE), tl.float32)
         for number in tl.static_range(SPLIT):
-            found = partial + (number * columns + every) * BM + column
-            scores += tl.load(found, mask=every < columns, other=0.0, cache_modifier=".cg")
-        row = m_M[:, None].to(tl.int64)
-        epilogue(tl.trans(scores), operands, row, row < rows)
+            place = (tile * SPLIT + number) * BM + tl.arange(0, BM)[:, None]
+            found = partial + place * columns + every
+            scores += tl.load(found, mask=there, other=0.0, cache_modifier=".cg")
+        # A row lies within a warp: its maxima are those of one instruction.
+        epilogue(scores, operands, row, row < rows)
