@@ -36,6 +36,7 @@ _SPAN = 8  # experts whose counts a program adds up
 _SUM_COLUMNS = 1024
 _READ = 32 * 4  # float32 numbers that a warp reads at once
 _MOST_WARPS = 16
+_HEAD = 256  # numbers of a row of weights: two registers of a thread each
 _INT32 = torch.int32
 
 
@@ -50,6 +51,7 @@ class Tile:
         num_warps: warps of a program.
         num_stages: buffers of the loop.
         is_turned: whether outputs are the rows of the matrix instruction, tokens its columns.
+        head: inputs whose weights the down product reads before the launch in front has ended.
     """
 
     rows: int
@@ -58,6 +60,7 @@ class Tile:
     num_warps: int
     num_stages: int
     is_turned: bool = False
+    head: int = 0
 
 
 @dataclass(frozen=True)
@@ -266,11 +269,17 @@ def _direct_tiles(call: Experts, form: str) -> Tiles:
     ]
     turned = form != "e4m3"
     down = Tile(SMALLEST_ROWS, 64 if turned else 32, depth, 4, stages, turned)
+    # With a head, programs in flight count less than what each has on its way.
+    head = _HEAD if form == "plain" and call.down.inputs >= _HEAD else 0
+    wanted = (3 if head else 4) * sms_of(call.x.device) // 2
     programs = call.pairs * -(-call.out.shape[1] // down.columns)
-    parts = power_above(-(-2 * sms_of(call.x.device) // programs))
-    steps = max(call.down.inputs // (2 * depth), 1)
+    parts = power_above(-(-wanted // programs))
+    steps = max(call.down.inputs // max(2 * depth, head), 1)
     parts = max(min(parts, 1 << (steps.bit_length() - 1), MOST_PARTS), 1)
-    return Tiles(replace(down, columns=down.columns // 2), down, parts)
+    gate_up = replace(down, columns=down.columns // 2)
+    if head:
+        down = replace(down, head=head, num_stages=stages - 1)
+    return Tiles(gate_up, down, parts)
 
 
 def _depth(tile: Tile, weight: Weight, group: int) -> int:
@@ -405,7 +414,7 @@ def _down(
         "down_expert": call.down.codes.stride(0), "down_out": call.down.codes.stride(1),
         **_scale_strides(call.down),
     }  # fmt: skip
-    constants = {**_format(call.down, tile, direct), "PARTS": tiles.parts}
+    constants = {**_format(call.down, tile, direct), "PARTS": tiles.parts, "HEAD": tile.head}
     grid = shared["LIMIT"] * -(-width // tile.columns) * tiles.parts
     return Launch(
         experts_down, (grid,), arguments, constants, tile.num_warps, tile.num_stages,

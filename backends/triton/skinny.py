@@ -139,11 +139,12 @@ def none_arrived(tiles: int, device: torch.device) -> torch.Tensor:
 
 def _epilogue(call: TorchCall) -> tuple[dict[str, Any], dict[str, Any]]:
     graph = body_of(call.op)
-    epilogue = emit_epilogue(graph)
+    epilogue = emit_epilogue(graph, reads_first=True)
     env = sizes_of(graph, call)
     operands = tuple(argument(p, call, (), (), env) for p in epilogue.parameters)
     # An empty tuple has no type that Triton could give it.
-    return {"operands": operands or (call.outputs[0],)}, {"epilogue": epilogue.function()}
+    functions = {"reads": epilogue.reads(), "epilogue": epilogue.function()}
+    return {"operands": operands or (call.outputs[0],)}, functions
 
 
 def _gated(call: TorchCall) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The experts' products by Triton: sorting, numbers interpreted and on a GPU, fit of the cards."""
 
 import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +77,7 @@ def test_sorting_when_all_choose_one() -> None:
 
 CASES = {
     "one token": Case(1),
+    "a head and a rest": Case(2, choices=2, experts=3, inner=304, routing="some"),
     "one choice": Case(5, choices=1, routing="some"),
     "sorted": Case(19, routing="some"),
     "all to one": Case(40, routing="one"),
@@ -194,13 +196,23 @@ def test_scratch_suffices_for_fewer_tokens(most: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 3000])
-def test_launches_that_start_early_wait_before_all_else(tokens: int) -> None:
-    """No program may end, or read what launches in front of it write, before they have ended."""
+def test_launches_that_start_early_wait_before_they_read_what_others_write(tokens: int) -> None:
+    """The down product first reads what was chosen: the launch in front of it lets it start only
+    when all before it have ended, and writes ``hidden`` alone.
+    """
     found = experts(call_of(Case(tokens), "meta"))
     assert all(launch.is_early for launch in found)
     for launch in found:
+        name = launch.function.fn.__name__
         behind = inspect.getsource(launch.function.fn).split('"""')[2]
-        assert behind.lstrip().startswith("early.wait(EARLY)\n")
+        first = re.sub(r"\s*#.*", "", behind).lstrip()
+        if name == "experts_down":
+            *_, before, after = behind.split("early.wait_for_last(EARLY)\n")
+            assert "= hidden +" in after
+            assert not re.search(r"tl.load\(rows|hidden,|inputs|tl.store", before)
+        else:
+            wait = "wait_first" if name == "experts_gate_up" else "wait"
+            assert first.startswith(f"early.{wait}(EARLY)\n")
 
 
 LARGE = {

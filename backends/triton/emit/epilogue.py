@@ -7,10 +7,13 @@ bias is added before the product is rounded, as the op's own definition has it.
 Where the tile is a whole row (of experts), ops over rows may follow, norms and the rounding to fp8
 codes: ``epilogue(acc, operands, r0, r0_in)`` then stores the results itself. So it does where the
 tile is several whole rows, of a router's scores.
+
+Where the template has time before its sums are there, ``reads(operands, r0, c0, r0_in, c0_in)``
+reads what waits for none of them, and ``epilogue`` is handed it after the operands.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,7 +35,7 @@ from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op
 from metainfer.ir.printer import print_type
 
-_NAME = "epilogue"
+_NAME, _READS = "epilogue", "reads"
 # Products that templates compute, and how many operands are the template's own.
 _OWN = {"linear": 2, "experts": 6}
 _NOTHING: frozenset[int] = frozenset()
@@ -57,10 +60,18 @@ class Epilogue:
         """The ``@triton.jit`` function."""
         return getattr(module_of(_NAME, self.text), _NAME)
 
+    def reads(self) -> Any:
+        """The ``@triton.jit`` function of what is read first, of an epilogue that is handed it."""
+        return getattr(module_of(_NAME, self.text), _READS)
+
 
 @lru_cache(maxsize=1024)
 def emit_epilogue(
-    graph: Graph, strided: frozenset[int] = _NOTHING, unit_last: frozenset[int] = _NOTHING
+    graph: Graph,
+    strided: frozenset[int] = _NOTHING,
+    unit_last: frozenset[int] = _NOTHING,
+    *,
+    reads_first: bool = False,
 ) -> Epilogue:
     """Emit what a group does after its product.
 
@@ -68,6 +79,7 @@ def emit_epilogue(
         graph: its body; the product is of the first inputs.
         strided: operands that are views with gaps.
         unit_last: those of them whose last dim is dense.
+        reads_first: whether what waits for no sum is read by a function of its own.
 
     Raises: Unsupported if the group does anything else.
     """
@@ -79,7 +91,24 @@ def emit_epilogue(
     body.handlers[product.name] = _made(index)
     made = body.value(graph.outputs[0], index)
     lines = [*without_unused(body.lines), f"    return {made.text}"]
-    return _epilogue(graph, product, body, lines, "r0, c0, r0_in, c0_in")
+    places = "r0, c0, r0_in, c0_in"
+    if not reads_first:
+        return _epilogue(graph, product, body, lines, places)
+    first = [line for line in lines if _is_free(line)]
+    rest = [line for line in lines if not _is_free(line)]
+    names = [line.split()[0] for line in first]
+    # An empty tuple has no type that Triton could give it.
+    reading = [*first, f"    return ({', '.join(names or ['r0_in'])},)"]
+    handed = [f"    {name} = found[{i}]" for i, name in enumerate(names)]
+    made_of = _epilogue(graph, product, body, lines, places)
+    return replace(
+        made_of,
+        text=_text(
+            graph, product, made_of.parameters,
+            {f"{_READS}(operands, {places})": reading,
+             f"{_NAME}(acc, operands, found, {places})": [*handed, *rest]},
+        ),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -140,16 +169,19 @@ def emit_choice_epilogue(graph: Graph, rows: int) -> Epilogue:
 def _loads_first(lines: list[str]) -> list[str]:
     """Reads that wait for nothing come first: they are on their way while the row is summed."""
 
-    def is_free(line: str) -> bool:
-        found = _LOAD.match(line)
-        return found is not None and _MADE.search(found[1]) is None
-
-    return [*filter(is_free, lines), *(line for line in lines if not is_free(line))]
+    return [*filter(_is_free, lines), *(line for line in lines if not _is_free(line))]
 
 
-def _epilogue(graph: Graph, product: Op, body: Body, lines: list[str], taken: str) -> Epilogue:
+def _is_free(line: str) -> bool:
+    """Whether a statement is a read that waits for nothing made before it."""
+    found = _LOAD.match(line)
+    return found is not None and _MADE.search(found[1]) is None
+
+
+def _epilogue(graph: Graph, product: Op, body: Body, lines: list[str], places: str) -> Epilogue:
     parameters = tuple(p for p in parameters_of(graph, body) if is_used(p.name, lines))
-    return Epilogue(_text(graph, product, parameters, lines, taken), parameters)
+    functions = {f"{_NAME}(acc, operands, {places})": lines}
+    return Epilogue(_text(graph, product, parameters, functions), parameters)
 
 
 def _product(graph: Graph, most: int) -> Op:
@@ -204,15 +236,21 @@ def _made(place: tuple[Index, ...]) -> Any:
 
 
 def _text(
-    graph: Graph, product: Op, parameters: tuple[Parameter, ...], lines: list[str], places: str
+    graph: Graph,
+    product: Op,
+    parameters: tuple[Parameter, ...],
+    functions: dict[str, list[str]],
 ) -> str:
-    imports = ["import triton", "import triton.language as tl", *templates_of(lines)]
+    """A module of functions: heads, and the statements that follow each."""
+    every = [line for lines in functions.values() for line in lines]
+    imports = ["import triton", "import triton.language as tl", *templates_of(every)]
     shown = ", ".join(plain_text(print_type(v.type)) for v in product.operands)
-    taken = [f"    {p.name} = operands[{i}]" for i, p in enumerate(parameters)]
-    return "\n".join(
-        [
-            f'"""{plain_text(graph.name)}: what follows the product of {shown}."""',
-            "", *imports, "", "", "@triton.jit",
-            f"def {_NAME}(acc, operands, {places}):", *taken, *lines, "",
+    parts = [f'"""{plain_text(graph.name)}: what follows the product of {shown}."""', "", *imports]
+    for head, lines in functions.items():
+        taken = [
+            f"    {p.name} = operands[{i}]"
+            for i, p in enumerate(parameters)
+            if is_used(p.name, lines)
         ]
-    )  # fmt: skip
+        parts += ["", "", "@triton.jit", f"def {head}:", *taken, *lines]
+    return "\n".join([*parts, ""])

@@ -28,3 +28,13 @@ def wait(EARLY: tl.constexpr):
     """Let the next launch start, then wait until those in front have ended."""
     let_next(EARLY)
     wait_for_last(EARLY)
+
+
+@triton.jit
+def wait_first(EARLY: tl.constexpr):
+    """Wait until the launches in front have ended, then let the next one start.
+
+    The next launch may then read before its own wait what those in front of this one wrote.
+    """
+    wait_for_last(EARLY)
+    let_next(EARLY)

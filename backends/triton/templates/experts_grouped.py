@@ -5,6 +5,7 @@ import triton.language as tl
 
 from metainfer.backends.triton.templates import early
 from metainfer.backends.triton.templates.experts_tile import activate, multiply
+from metainfer.backends.triton.templates.weight_tiles import product
 
 
 @triton.jit
@@ -64,7 +65,8 @@ def experts_gate_up(
     `multiply`), gate and up [E, F, D], hidden [P, F] in the order of places. ROWED: weights have
     second scales, one for each output.
     """
-    early.wait(EARLY)
+    # The next launch reads which expert's weights are its own before this one has ended.
+    early.wait_first(EARLY)
     blocks = tl.cdiv(F, COLUMNS)
     tile = tl.program_id(0) // blocks
     expert, place, pair, there = tile_pairs(tile, ids, order, tiles, P, E, LIMIT, ROWS, DIRECT)
@@ -114,18 +116,22 @@ def experts_down(
     FORMAT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
     DIRECT: tl.constexpr, ALIKE: tl.constexpr, RAGGED: tl.constexpr, ROWED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TURNED: tl.constexpr, HEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """pairs = down @ hidden, for COLUMNS of the width and one of PARTS of the inner width.
 
+    The launch in front has let this one start when those before it, which chose and sorted, had
+    ended. HEAD columns of the weights, plain numbers of turned tiles, are read before it has ended
+    itself.
     Shapes: hidden [P, F] in the order of places, down [E, D, F], pairs [P, PARTS, D].
     """
-    early.wait(EARLY)
+    early.let_next(EARLY)
     blocks = tl.cdiv(D, COLUMNS)
     tile = tl.program_id(0) // (blocks * PARTS)
     expert, place, pair, there = tile_pairs(tile, ids, order, tiles, P, E, LIMIT, ROWS, DIRECT)
     if expert < 0:
+        early.wait_for_last(EARLY)
         return
     part = tl.program_id(0) // blocks % PARTS
     first = tl.program_id(0) % blocks * COLUMNS
@@ -140,11 +146,21 @@ def experts_down(
     row = place + tl.arange(0, ROWS)
     rows = hidden + row.to(tl.int64)[:, None] * hidden_row + tl.arange(0, DEPTH)[None, :]
     span = tl.cdiv(F, DEPTH * PARTS) * DEPTH
+    begin = part * span
+    stop = tl.minimum(begin + span, F)
+    if HEAD > 0:
+        at = begin + tl.arange(0, HEAD)[None, :]
+        head = tl.load(codes[:, None] + at, mask=at < stop, other=0.0)
+    early.wait_for_last(EARLY)
+    if HEAD > 0:
+        near = hidden + row.to(tl.int64)[:, None] * hidden_row + at
+        inputs = tl.load(near, mask=there[:, None] & (at < stop), other=0.0)
     acc = multiply(
-        rows, there, codes, scales, scales, down_scale, part * span,
-        tl.minimum(part * span + span, F), scale_in,
+        rows, there, codes, scales, scales, down_scale, begin + HEAD, stop, scale_in,
         scale_half, FORMAT, ROWS, COLUMNS, DEPTH, WIDE, POWERS, ALIKE, -1, RAGGED, TURNED,
     )  # fmt: skip
+    if HEAD > 0:
+        acc += tl.trans(product(inputs, head, tl.zeros([COLUMNS, ROWS], tl.float32), True))
     if ROWED:
         acc *= tl.load(down_rows + far * D + out)[None, :]
     spot = pairs + (pair * PARTS + part).to(tl.int64)[:, None] * D + column[None, :]

@@ -96,13 +96,14 @@ def collected(
 @triton.jit(do_not_specialize=["rows"])
 def gemm_skinny(
     x, y, weight, operands, partial, arrived, rows, columns, inner,
-    step: tl.constexpr, epilogue: tl.constexpr, FORMAT: tl.constexpr,
+    step: tl.constexpr, reads: tl.constexpr, epilogue: tl.constexpr, FORMAT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     HEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of y a program, or one of SPLIT parts of it.
 
-    x [M, K]; y [M, N]; weight: pointers for ``step``; operands: what ``epilogue`` reads beside the
+    x [M, K]; y [M, N]; weight: pointers for ``step``; operands: what ``reads`` reads before there
+    are sums, and ``epilogue`` after it, beside the
     float32 tile; partial [SPLIT, tiles, BN, BM]; arrived [tiles], zeros.
     """
     early.let_next(EARLY)
@@ -111,6 +112,9 @@ def gemm_skinny(
     first = part * tl.cdiv(inner, BK * SPLIT) * BK
     head_NK = head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD)
     early.wait_for_last(EARLY)
+    row, column = m_M[:, None].to(tl.int64), n_N[None, :]
+    row_in, column_in = row < rows, column < columns
+    found = reads(operands, row, column, row_in, column_in)
     acc = sums(
         x, weight, head_NK, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD
     )  # fmt: skip
@@ -118,17 +122,17 @@ def gemm_skinny(
     if SPLIT > 1:
         if is_last(acc, partial, arrived, tile, tiles, part, SPLIT):
             acc = collected(partial, arrived, tile, tiles, BN, BM, SPLIT)
-            finish(acc, y, operands, m_M, n_N, rows, columns, epilogue)
+            finish(acc, y, operands, found, row, column, row_in, column_in, columns, epilogue)
     else:
-        finish(acc, y, operands, m_M, n_N, rows, columns, epilogue)
+        finish(acc, y, operands, found, row, column, row_in, column_in, columns, epilogue)
 
 
 @triton.jit
-def finish(acc, y, operands, m_M, n_N, rows, columns, epilogue: tl.constexpr):
+def finish(
+    acc, y, operands, found, row, column, row_in, column_in, columns, epilogue: tl.constexpr
+):
     """Turn the sums back, do what follows them, store."""
-    row, column = m_M[:, None].to(tl.int64), n_N[None, :]
-    row_in, column_in = row < rows, column < columns
-    made = epilogue(tl.trans(acc), operands, row, column, row_in, column_in)
+    made = epilogue(tl.trans(acc), operands, found, row, column, row_in, column_in)
     tl.store(y + row * columns + column, made.to(y.dtype.element_ty), mask=row_in & column_in)
 
 
