@@ -86,7 +86,7 @@ def test_embedding(table: str) -> None:
 
 FORMATS = {
     "bf16": "plain", "f8e4m3/128x128:f32": "codes", "f8e4m3/row:f32": "codes",
-    "f8e4m3/32:f8e8m0": "codes", "f4e2m1/32:f8e8m0": "codes", "u4/32:f16+f16": "int4",
+    "f8e4m3/32:f8e8m0": "codes", "f4e2m1/32:f8e8m0": "fp4", "u4/32:f16+f16": "int4",
     "i4/32:f16": "int4", "i8/32:f16": "int8",
 }  # fmt: skip
 
