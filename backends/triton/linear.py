@@ -402,7 +402,7 @@ SKINNY_TILES: Mapping[str, tuple[Tile, ...]] = {
 }
 # Of queries, keys and values that are normed: whole heads of 128.
 TURNED_TILES = (
-    Tile("turn16", 16, 128, 64, 4, 5, sharing=264),
+    Tile("turn16", 16, 128, 64, 8, 4, sharing=264, head=128),
     Tile("turn64", 64, 128, 64, 4, 3, sharing=264),
 )
 # Where gate and up are taken apart two tiles of sums are held: 128 columns of them spill registers.

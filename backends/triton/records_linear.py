@@ -20,7 +20,7 @@ from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.pace import Pace
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.constraints import same_dtype, state_like
-from metainfer.backends.triton import gated, linear, skinny, turned, widened, words
+from metainfer.backends.triton import gated, linear, skinny, summed, turned, widened, words
 from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import EARLY, Launch, TritonBinder
 from metainfer.backends.triton.linear import (
@@ -58,6 +58,8 @@ TURNED = {
     turned.PLAIN: ("few16", "head16", "few64", "deep64"),
     turned.NORMED: ("few16", "few64", "turn16", "turn64"),
 }
+# Tiles of products that are added to and normed, by storage: plain numbers, or codes.
+_SUMMED, _SUMMED_CODES = ("few16", "head16", "deep16", "few64", "deep64"), ("few16", "few64")
 _STREAMED = (
     "memory: H200, captured, launches included, M=1: 0.71 (N=K=4096) to 0.95 (N=28672); M=64 less; "
     "the four products of a layer of Llama-8B one after the other 0.90 to 0.92, M=64 0.79; "
@@ -137,6 +139,8 @@ def register_linear(kernels: Registry, layouts: LayoutRegistry) -> None:
         for tile in SKINNY_TILES.get(name, ()):
             for kind in (*KINDS, GATED_KIND):
                 kernels.add(_skinny(kind, storage, tile, layouts))
+            if tile.name in (_SUMMED if name == "plain" else _SUMMED_CODES):
+                kernels.add(_summed(storage, tile, layouts))
     tiles = {tile.name: tile for tile in (*SKINNY_TILES["plain"], *TURNED_TILES)}
     for kind, names in TURNED.items():
         for name in names:
@@ -207,15 +211,32 @@ def _kernel(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) ->
     return _record(kind, storage, tile, made, (linear.follows(),), layouts)
 
 
-def _skinny(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
-    is_gated = kind == GATED_KIND
-    made = skinny.launches(storage, tile, is_gated=is_gated)
-    body = gated.GATED if is_gated else linear.follows()
-    is_deep = tile.name.startswith("deep")
-    needs = (body, *((skinny.one_wave(tile), skinny.room(tile)) if is_deep else ()))
+def _streams(tile: Tile) -> tuple[Constraint, ...]:
+    """What a tile of few rows asks of a card and of the weight."""
+    needs: tuple[Constraint, ...] = ()
+    if tile.name.startswith("deep"):
+        needs = (skinny.one_wave(tile), skinny.room(tile))
     if tile.head:
         # It is read while others may still write: nothing but weights may be.
         needs = (*needs, feature(EARLY), weight_operand(1))
+    return needs
+
+
+def _summed(storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
+    made = summed.launches(storage, tile)
+    needs = (summed.ends_rows(), summed.few_rows(), *_streams(tile))
+    record = _record(summed.KIND, storage, tile, made, needs, layouts)
+    return replace(
+        record, workspace=summed.workspace_of(tile), launches=2,
+        effort=skinny.effort_of(tile, record.efficiency.compute),
+        fits=fits(made, record.layouts, layouts),
+    )  # fmt: skip
+
+
+def _skinny(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
+    is_gated = kind == GATED_KIND
+    made = skinny.launches(storage, tile, is_gated=is_gated)
+    needs = (gated.GATED if is_gated else linear.follows(), *_streams(tile))
     record = _record(kind, storage, tile, made, needs, layouts, halves=2 if is_gated else 1)
     effort = skinny.effort_of(tile, record.efficiency.compute)
     return replace(record, workspace=skinny.workspace_of(tile), effort=effort)

@@ -33,7 +33,7 @@ def places(
     positions, slots, cos, sin, m_M, rows, head, pair,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Cosines and sines [BM, D / 2 of the tile] of a head that turns, slots [BM]: one that stays."""
+    """Cosines and sines [BM, pairs] of a head that turns, slots [BM] of one that is written."""
     there = m_M < rows
     turns = there[:, None] & (head < H + G)
     at = tl.load(positions + m_M, mask=there, other=0).to(tl.int64)[:, None] * (D // 2)
