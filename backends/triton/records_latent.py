@@ -44,12 +44,13 @@ from metainfer.ir.entries import ROTARY
 from metainfer.ir.graph import Op
 
 _STATE = 2  # operand
-# H200, 16 sequences of 8,192 tokens, 128 heads, against 695 TFLOP/s of a plain product: 78, 84 and
-# 228 TFLOP/s by tiles of 16, 32 and 64 rows (0.36, 0.36 and 0.97 TB/s of latents, each read by
-# several tiles). Prefill is assumed alike.
-_SOURCE = "H200, benchmarks/gpu/latents.py, 2026-11-30, commit 3b4473c; memory, prefill assumed"
-SMALL = Efficiency(0.5, 0.12, source=_SOURCE)
-WIDE = Efficiency(0.5, 0.33, source=_SOURCE)
+# H200, 16 sequences of 8,192 tokens, 128 heads, against 695 TFLOP/s of a plain product: 78 and 84
+# TFLOP/s by tiles of 16 and 32 rows, 238 and 250 by tiles of 64 in two runs (1.0 TB/s of latents,
+# each read by several tiles); prefill of 4 prompts of 2,048 tokens 247. One sequence of 8,192 by
+# tiles of 32 rows took 41.6 us as scores are shared out now, 38.0 before.
+_SOURCE = "H200, benchmarks/gpu/latents.py, 2026-11-30"
+SMALL = Efficiency(0.5, 0.12, source=f"{_SOURCE}, commit 3b4473c; memory, prefill assumed")
+WIDE = Efficiency(0.5, 0.35, source=f"{_SOURCE}; memory assumed")
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,11 @@ def attention_prefill(
     if WINDOW > 0:
         low = tl.maximum(shift + first - WINDOW + 1, 0) // KEYS * KEYS
         inner = tl.maximum((stop - WINDOW + KEYS - 1) // KEYS * KEYS, low)
-    # Keys in [inner, full) are seen by all rows: no mask there.
-    full = tl.minimum(shift + first + 1, stop) // KEYS * KEYS
+    # Keys in [inner, full) are seen by all rows: no mask there. Over latents, whose sums take the
+    # registers, there is one loop only.
+    full = inner
+    if R == 0:
+        full = tl.minimum(shift + first + 1, stop) // KEYS * KEYS
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc0 = tl.zeros([ROWS, E0], tl.float32)
@@ -83,12 +86,13 @@ def attention_prefill(
             low, tl.minimum(inner, stop), stop, by_score, k_page, k_key, v_page, v_key,
             D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, True, False,
         )  # fmt: skip
-    pages = load_pages(table, inner, tl.minimum(full, stop), PAGE, KEYS)
-    acc0, acc1, top, total = attend_span(
-        q0, q1, acc0, acc1, top, total, position, table, pages, k, v,
-        inner, full, stop, by_score, k_page, k_key, v_page, v_key,
-        D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, False, False,
-    )  # fmt: skip
+    if R == 0:
+        pages = load_pages(table, inner, tl.minimum(full, stop), PAGE, KEYS)
+        acc0, acc1, top, total = attend_span(
+            q0, q1, acc0, acc1, top, total, position, table, pages, k, v,
+            inner, full, stop, by_score, k_page, k_key, v_page, v_key,
+            D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, False, False,
+        )  # fmt: skip
     pages = load_pages(table, tl.maximum(inner, full), stop, PAGE, KEYS)
     acc0, acc1, top, total = attend_span(
         q0, q1, acc0, acc1, top, total, position, table, pages, k, v,

@@ -229,24 +229,19 @@ def capped(s, CAP: tl.constexpr):
 
 @triton.jit
 def scores_of(
-    q0, q1, latents, k, v, scales, pages, key, stop, factor, k_page, k_key, v_page, v_key,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, R: tl.constexpr,
+    q0, q1, k, v, scales, pages, key, stop, factor, k_page, k_key,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores [rows, keys] before masking, and what they take to units of log2.
 
     The factor (of codes: of each row) is taken in where there are scales or a cap.
     """
-    if R > 0:
-        s = tl.dot(q0, tl.trans(latents))
-        k1 = load_entries(v, pages, key, stop, v_page, v_key, 0, D1, R, PAGE, KEYS, MASKED)
+    k0 = load_entries(k, pages, key, stop, k_page, k_key, 0, D0, D, PAGE, KEYS, MASKED)
+    s = tl.dot(q0, tl.trans(k0))
+    if D1 > 0:
+        k1 = load_entries(k, pages, key, stop, k_page, k_key, D0, D1, D, PAGE, KEYS, MASKED)
         s = tl.dot(q1, tl.trans(k1), s)
-    else:
-        k0 = load_entries(k, pages, key, stop, k_page, k_key, 0, D0, D, PAGE, KEYS, MASKED)
-        s = tl.dot(q0, tl.trans(k0))
-        if D1 > 0:
-            k1 = load_entries(k, pages, key, stop, k_page, k_key, D0, D1, D, PAGE, KEYS, MASKED)
-            s = tl.dot(q1, tl.trans(k1), s)
     unit = factor
     if len(v) == 2:
         s = s * power(scales[0])[None, :] * factor[:, None]
@@ -263,7 +258,7 @@ def attend(
     k, v, key, stop, factor,
     k_page, k_key, v_page, v_key,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, R: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -274,15 +269,9 @@ def attend(
     and are taken out of the total again.
     Shapes: q [rows, D], acc [rows, E], top and total and position [rows].
     """
-    # Latents are read once, for scores and for values.
-    latents = key
-    if R > 0:
-        latents = load_latents(
-            k, pages, key, stop, k_page, k_key, D0, D, PAGE, KEYS, MASKED, q0.dtype
-        )  # fmt: skip
     s, unit = scores_of(
-        q0, q1, latents, k, v, scales, pages, key, stop, factor, k_page, k_key, v_page, v_key,
-        D, D0, D1, R, PAGE, KEYS, CAP, MASKED,
+        q0, q1, k, v, scales, pages, key, stop, factor, k_page, k_key,
+        D, D0, D1, PAGE, KEYS, CAP, MASKED,
     )  # fmt: skip
     if len(v) == 2:
         # Values below 2^-71 count as a little more: exponents stay within those of float32.
@@ -301,16 +290,58 @@ def attend(
         total = total * shrink + tl.sum(p * power(254 - exponents)[None, :], axis=1)
     else:
         total = total * shrink + tl.sum(p, axis=1)
-    if R > 0:
-        v0 = latents
-    else:
-        v0 = load_entries(v, pages, key, stop, v_page, v_key, 0, E0, E, PAGE, KEYS, MASKED)
+    v0 = load_entries(v, pages, key, stop, v_page, v_key, 0, E0, E, PAGE, KEYS, MASKED)
     weights = p.to(v0.dtype)
     acc0 = tl.dot(weights, v0, acc0 * shrink[:, None])
     if E1 > 0:
         v1 = load_entries(v, pages, key, stop, v_page, v_key, E0, E1, E, PAGE, KEYS, MASKED)
         acc1 = tl.dot(weights, v1, acc1 * shrink[:, None])
     return acc0, acc1, new_top, total
+
+
+@triton.jit
+def weigh_latents(
+    q0, q1, latents, keys, top, total, position, key, stop, factor, KEYS: tl.constexpr
+):  # fmt: skip
+    """Weights of a block's latents against the new running maximum, and what older ones shrink by.
+
+    Both parts of the scores are products of their own, scaled before they are added: as one sum
+    they would be one product followed by another.
+    """
+    s = tl.dot(q0, tl.trans(latents)) * factor + tl.dot(q1, tl.trans(keys)) * factor
+    at = key + tl.arange(0, KEYS)
+    s = tl.where((at[None, :] <= position[:, None]) & (at[None, :] < stop), s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, axis=1))
+    p = tl.exp2(s - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    return p.to(q0.dtype), shrink, new_top, total * shrink + tl.sum(p, axis=1)
+
+
+@triton.jit
+def attend_latents(
+    q0, q1, acc, top, total, position, pages, k, v, key, stop, factor,
+    k_page, k_key, v_page, v_key,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, R: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One block of latents, read once for scores and values, added to a tile's running softmax.
+
+    Shapes: q0 [rows, D], q1 [rows, R], acc [rows, D], top and total and position [rows].
+    """
+    latents = load_latents(k, pages, key, stop, k_page, k_key, D0, D, PAGE, KEYS, True, q0.dtype)
+    keys = load_entries(v, pages, key, stop, v_page, v_key, 0, D1, R, PAGE, KEYS, True)
+    if KEYS == D1 and q0.shape[0] == KEYS:
+        weights = keys  # of the right shape, and in shared memory already
+    else:
+        weights = tl.zeros([q0.shape[0], KEYS], q0.dtype)
+    shrink = top
+    # Always so. Behind a branch the compiler does not see that a second product follows, and shares
+    # the columns of the scores out over warps as well as their rows.
+    if key < stop:
+        weights, shrink, top, total = weigh_latents(
+            q0, q1, latents, keys, top, total, position, key, stop, factor, KEYS
+        )  # fmt: skip
+    return tl.dot(weights, latents, acc * shrink[:, None]), top, total
 
 
 @triton.jit
@@ -344,11 +375,17 @@ def attend_span(
             scales = scales_of(
                 k, v, pages, key, stop, k_page, k_key, v_page, v_key, D, E, PAGE, KEYS, MASKED
             )  # fmt: skip
-        acc0, acc1, top, total = attend(
-            q0, q1, acc0, acc1, top, total, position, pages, scales, k, v, key, stop, factor,
-            k_page, k_key, v_page, v_key,
-            D, D0, D1, E, E0, E1, R, PAGE, KEYS, WINDOW, CAP, MASKED,
-        )  # fmt: skip
+        if R > 0:
+            acc0, top, total = attend_latents(
+                q0, q1, acc0, top, total, position, pages, k, v, key, stop, factor,
+                k_page, k_key, v_page, v_key, D, D0, D1, R, PAGE, KEYS,
+            )  # fmt: skip
+        else:
+            acc0, acc1, top, total = attend(
+                q0, q1, acc0, acc1, top, total, position, pages, scales, k, v, key, stop, factor,
+                k_page, k_key, v_page, v_key,
+                D, D0, D1, E, E0, E1, PAGE, KEYS, WINDOW, CAP, MASKED,
+            )  # fmt: skip
         pages = ahead
         if AHEAD:
             scales = coming
