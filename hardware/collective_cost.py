@@ -23,6 +23,7 @@ _ROUND_US = 3.4
 # 2 KiB on 2, 4 and 8 RTX PRO 6000 (AIConfigurator 0.12.0: all-reduce 6, 13, 26 us; of eight,
 # all-gather 15 us and all-to-all 10 us), within a fifth of them on the links of 8xpcie.
 _CALL_US, _HOP_US = 2.0, 1.2
+_LAUNCH_US = 4.0  # of a pass that turns numbers to codes or back; assumed
 _LIBRARIES = ("nccl", "gloo", "rccl")
 # Names that tables have for algorithms over windows; without a direction it was the better one.
 _TABLES: Mapping[str, tuple[str, ...]] = {
@@ -152,9 +153,20 @@ def _over_library(
         _in_turn("two_shot", library("all_to_all", payload), library("all_gather", payload)),
         _in_turn(
             "two_shot_fp8", library("all_to_all", narrow), library("all_gather", narrow),
-            is_exact=False,
+            _coding(topology, ranks, payload), is_exact=False,
         ),
     ]  # fmt: skip
+
+
+def _coding(topology: Topology, ranks: tuple[int, ...], payload: int) -> Price:
+    """What turning a payload to codes, adding codes up and turning them back takes.
+
+    A launch each: the payload is read once and written once, its codes twice both ways.
+    """
+    moved = (2 + 4 * COMPRESSED) * payload
+    machine = topology.machine
+    slowest = min(machine.device(rank).memory_bandwidth.sustained for rank in ranks)
+    return Price("coding", moved / slowest + 3 * _LAUNCH_US * 1e-6, "assumed")
 
 
 def _in_turn(algorithm: str, *rounds: Price, is_exact: bool = True) -> Price:

@@ -30,9 +30,9 @@ from metainfer.ir.interpret import Data
 CARDS = {name: load_machine(name).device(0) for name in ("1xh200", "8xpcie")}
 
 
-def interpreted(function: Callable[..., Any], *args: Any) -> Any:
+def interpreted(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """The result of a function (of a module, so that it can be named) in the interpreter."""
-    return _worker().submit(function, *args).result(timeout=120)
+    return _worker().submit(function, *args, **named).result(timeout=120)
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from metainfer.backends.ranks import wire_codes
 from metainfer.backends.ranks.context import (
     current,
     group_of,
@@ -23,8 +24,6 @@ from metainfer.backends.ranks.direct import DIRECT, Algorithm, islands
 from metainfer.backends.ranks.meeting import meeting
 from metainfer.backends.ranks.rounds import sum_parts
 from metainfer.backends.torch.call import TorchCall
-from metainfer.backends.torch.quantize import quantize
-from metainfer.ir.dtypes import FP8_GROUP
 
 Run = Callable[[TorchCall], None]
 # What the transport's own sum adds: it rounds to the element type between hops.
@@ -132,27 +131,11 @@ def all_reduce_two_shot_fp8(call: TorchCall) -> None:
 
     What ranks receive are the same codes everywhere, one's own included: all get the same sum.
     """
-    x, ranks, group = call.inputs[0], int(call.attrs["ranks"]), group_of_call(call)
-    extent = FP8_GROUP.block[-1]
-    part = -(-x.numel() // ranks // extent) * extent
-    whole = torch.nn.functional.pad(flat(x), (0, part * ranks - x.numel()))
-    got = _exchange_flat(_coded(whole.view(ranks, part)).view(-1), group).view(ranks, -1)
-    own = sum_parts(tuple(_decoded(got, part)))
-    sums = gather_flat(_coded(own[None]), group, ranks)
-    call.outputs[0].copy_(_decoded(sums, part).view(-1)[: x.numel()].view(x.shape))
-
-
-def _coded(x: torch.Tensor) -> torch.Tensor:
-    """Rows as bytes: codes, then their scales. Shapes: x [rows, part] -> u8 [rows, bytes]."""
-    codes, scales = quantize(x.float(), FP8_GROUP)
-    return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), dim=1)
-
-
-def _decoded(rows: torch.Tensor, part: int) -> torch.Tensor:
-    """Shapes: u8 [rows, bytes] -> f32 [rows, part]."""
-    codes = rows[:, :part].view(torch.float8_e4m3fn).float()
-    scales = rows[:, part:].contiguous().view(torch.float32)
-    return (codes.view(*scales.shape, -1) * scales[..., None]).view(-1, part)
+    x, ranks, group = flat(call.inputs[0]), int(call.attrs["ranks"]), group_of_call(call)
+    part = wire_codes.part_of(x.numel(), ranks)
+    got = _exchange_flat(wire_codes.encoded(x, ranks).view(-1), group).view(ranks, -1)
+    sums = gather_flat(wire_codes.summed(got, part), group, ranks)
+    wire_codes.decode(sums, part, call.outputs[0].view(-1))
 
 
 # --- over windows ------------------------------------------------------------------------------
