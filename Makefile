@@ -42,7 +42,7 @@ kernels-check: $(VENV)/demo
 
 # The figures that come with the package, after a template changed.
 kernels-figures: $(VENV)/demo
-	$(BIN)/metainfer kernels check --keep backends/triton/compiled.json
+	$(BIN)/metainfer kernels check --keep backends/triton/figures
 
 format: $(VENV)/dev
 	$(BIN)/ruff check --fix .

@@ -298,18 +298,33 @@ def cache_folder() -> Path:
 _FOUND: dict[str, Resources] = {}
 _ORIGINS: Counter[str] = Counter()
 PACKAGED, KEPT, COMPILED = "came with the package", "were on disk", "were compiled now"
-# Figures of the kernels of known models on known cards, so that a first plan needs no compiler.
-_PACKAGED = Path(__file__).with_name("compiled.json")
+# Figures of the kernels of known models on known cards, so that a first plan needs no compiler: a
+# file for each version of Triton that was asked.
+FIGURES = Path(__file__).with_name("figures")
+
+
+def figures_path(folder: Path = FIGURES) -> Path:
+    """Where a folder has the figures of the installed Triton."""
+    import triton
+
+    return folder / f"{triton.__version__}.json"
 
 
 @cache
 def _packaged() -> dict[str, Resources]:
-    data = json.loads(_PACKAGED.read_text()) if _PACKAGED.exists() else {}
+    path = figures_path()
+    data = json.loads(path.read_text()) if path.exists() else {}
     return {digest: Resources(f[0], f[1], f[2], tuple(f[3])) for digest, f in data.items()}
 
 
 def write_figures(path: Path) -> None:
-    """Write all figures that this process asked for, one line each, sorted."""
+    """Write all figures that this process asked for, one line each, sorted.
+
+    Args:
+        path: a file, or a folder of files by version of Triton.
+    """
+    if path.is_dir():
+        path = figures_path(path)
     lines = [
         f"{json.dumps(digest)}: "
         + json.dumps([r.shared_bytes, r.registers, r.spilled_bytes, list(r.matrix)])

@@ -123,7 +123,7 @@ def test_sources_are_those_that_run(plan: Plan) -> None:
     assert "gemm_skinny.py" in found
 
 
-@pytest.mark.skipif(triton.__version__ != "3.7.1", reason="figures are those of Triton 3.7.1")
+@pytest.mark.skipif(not cross.figures_path().exists(), reason="none of this version of Triton")
 def test_figures_of_the_package_are_those_of_its_templates(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,8 +133,8 @@ def test_figures_of_the_package_are_those_of_its_templates(
     monkeypatch.setattr(cross, "_FOUND", {})
     monkeypatch.setattr(cross, "_compiled", None)
     packaged = cross.resources_of(product.launch, XPCIE)  # nothing is left to compile with
-    path = tmp_path / "figures.json"
-    cross.write_figures(path)
+    cross.write_figures(tmp_path)
+    path = tmp_path / f"{triton.__version__}.json"
     (line,) = [text for text in path.read_text().splitlines() if ":" in text]
     assert f": [{packaged.shared_bytes}, {packaged.registers}, 0" in line
-    assert line.rstrip(",") in cross._PACKAGED.read_text()
+    assert line.rstrip(",") in cross.figures_path().read_text()

@@ -52,7 +52,10 @@ def check(
         typer.Option(metavar="FILE", help="check what was measured for the plans' groups, too"),
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write all compiled figures to a file")
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="write all compiled figures to a file, or by version to a folder"
+        ),
     ] = None,
 ) -> None:
     """Compile every Triton kernel of plans for its card, and hold it against the card's limits.
