@@ -13,7 +13,7 @@ reads what waits for none of them, and ``epilogue`` is handed it after the opera
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -93,22 +93,18 @@ def emit_epilogue(
     lines = [*without_unused(body.lines), f"    return {made.text}"]
     places = "r0, c0, r0_in, c0_in"
     if not reads_first:
-        return _epilogue(graph, product, body, lines, places)
+        return _epilogue(graph, product, body, {f"{_NAME}(acc, operands, {places})": lines})
     first = [line for line in lines if _is_free(line)]
-    rest = [line for line in lines if not _is_free(line)]
     names = [line.split()[0] for line in first]
     # An empty tuple has no type that Triton could give it.
     reading = [*first, f"    return ({', '.join(names or ['r0_in'])},)"]
     handed = [f"    {name} = found[{i}]" for i, name in enumerate(names)]
-    made_of = _epilogue(graph, product, body, lines, places)
-    return replace(
-        made_of,
-        text=_text(
-            graph, product, made_of.parameters,
-            {f"{_READS}(operands, {places})": reading,
-             f"{_NAME}(acc, operands, found, {places})": [*handed, *rest]},
-        ),
-    )  # fmt: skip
+    rest = [line for line in lines if not _is_free(line)]
+    functions = {
+        f"{_READS}(operands, {places})": reading,
+        f"{_NAME}(acc, operands, found, {places})": [*handed, *rest],
+    }
+    return _epilogue(graph, product, body, functions)
 
 
 @lru_cache(maxsize=1024)
@@ -134,7 +130,7 @@ def emit_row_epilogue(
         body.store(store)
     axes = [f"    {line}" for line in body.axes]
     lines = without_unused([*axes, *_loads_first(body.lines)])
-    return _epilogue(graph, product, body, lines, "r0, r0_in")
+    return _epilogue(graph, product, body, {f"{_NAME}(acc, operands, r0, r0_in)": lines})
 
 
 @lru_cache(maxsize=1024)
@@ -163,7 +159,7 @@ def emit_choice_epilogue(graph: Graph, rows: int) -> Epilogue:
     for store in stores_of(graph):
         body.store(store)
     lines = without_unused([*(f"    {line}" for line in body.axes), *body.lines])
-    return _epilogue(graph, product, body, lines, "r0, r0_in")
+    return _epilogue(graph, product, body, {f"{_NAME}(acc, operands, r0, r0_in)": lines})
 
 
 def _loads_first(lines: list[str]) -> list[str]:
@@ -178,10 +174,23 @@ def _is_free(line: str) -> bool:
     return found is not None and _MADE.search(found[1]) is None
 
 
-def _epilogue(graph: Graph, product: Op, body: Body, lines: list[str], places: str) -> Epilogue:
-    parameters = tuple(p for p in parameters_of(graph, body) if is_used(p.name, lines))
-    functions = {f"{_NAME}(acc, operands, {places})": lines}
-    return Epilogue(_text(graph, product, parameters, functions), parameters)
+def _epilogue(graph: Graph, product: Op, body: Body, functions: dict[str, list[str]]) -> Epilogue:
+    """A module of functions: heads, and the statements that follow each."""
+    every = [line for lines in functions.values() for line in lines]
+    parameters = tuple(p for p in parameters_of(graph, body) if is_used(p.name, every))
+    shown = ", ".join(plain_text(print_type(v.type)) for v in product.operands)
+    parts = [
+        f'"""{plain_text(graph.name)}: what follows the product of {shown}."""',
+        "", "import triton", "import triton.language as tl", *templates_of(every),
+    ]  # fmt: skip
+    for head, lines in functions.items():
+        taken = [
+            f"    {p.name} = operands[{i}]"
+            for i, p in enumerate(parameters)
+            if is_used(p.name, lines)
+        ]
+        parts += ["", "", "@triton.jit", f"def {head}:", *taken, *lines]
+    return Epilogue("\n".join([*parts, ""]), parameters)
 
 
 def _product(graph: Graph, most: int) -> Op:
@@ -233,24 +242,3 @@ def _made(place: tuple[Index, ...]) -> Any:
         return body.finish(op.result, text, axes)
 
     return product
-
-
-def _text(
-    graph: Graph,
-    product: Op,
-    parameters: tuple[Parameter, ...],
-    functions: dict[str, list[str]],
-) -> str:
-    """A module of functions: heads, and the statements that follow each."""
-    every = [line for lines in functions.values() for line in lines]
-    imports = ["import triton", "import triton.language as tl", *templates_of(every)]
-    shown = ", ".join(plain_text(print_type(v.type)) for v in product.operands)
-    parts = [f'"""{plain_text(graph.name)}: what follows the product of {shown}."""', "", *imports]
-    for head, lines in functions.items():
-        taken = [
-            f"    {p.name} = operands[{i}]"
-            for i, p in enumerate(parameters)
-            if is_used(p.name, lines)
-        ]
-        parts += ["", "", "@triton.jit", f"def {head}:", *taken, *lines]
-    return "\n".join([*parts, ""])

@@ -231,7 +231,7 @@ def topk(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
     width = x.tensor.shape[-1].static
     _make_sure_float(x)
     free = body.assign(f"({column.text} < {width}) & ({row.text} == {row.text})", row.axes)
-    # Whole numbers in the order of the floats: a warp finds the largest by one instruction.
+    # Whole numbers in the order of the floats: a row that fills a warp takes one instruction.
     order = body.assign(f"functions.ranked({row.text})", row.axes)
     values, places = body.zeros(made_axes, "tl.float32"), body.zeros(made_axes, "tl.int32")
     step = body.fresh("k")

@@ -48,5 +48,5 @@ def linear_route(
             place = (tile * SPLIT + number) * BM + tl.arange(0, BM)[:, None]
             found = partial + place * columns + every
             scores += tl.load(found, mask=there, other=0.0, cache_modifier=".cg")
-        # A row lies within a warp: its maxima are those of one instruction.
+        # Read row by row: each lies within a warp, which finds maxima without shared memory.
         epilogue(scores, operands, row, row < rows)
