@@ -26,6 +26,9 @@ SMALLEST_LATENT = 16  # what a product adds up at least
 _ASSUMED_SMS = 132  # where tensors lie on no GPU: interpreted, or compiled for another machine
 PER_SM = 2  # programs of the split form that share a multiprocessor
 _COMBINED = 32  # pieces that attention_combine reads at once
+# Of a thread of the split form: two programs leave room for those of attention_combine. Tiles of
+# more rows would spill.
+_SPLIT_REGISTERS, _FEW_ROWS = 160, 16
 
 
 @dataclass(frozen=True)
@@ -252,6 +255,7 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
         Launch(
             attention_split, (programs,), arguments, constants, tile.num_warps, tile.num_stages,
             _matrix(call), is_early=True,
+            most_registers=_SPLIT_REGISTERS if tile.rows <= _FEW_ROWS and not call.rotary else 0,
         ),
         Launch(attention_combine, (tokens * heads,), joined, joining, 4, 1, is_early=True),
     ]  # fmt: skip

@@ -343,6 +343,7 @@ def _digest(launch: Launch, device: Device, signature: Any, constants: Any, attr
         _VERSION, triton.__version__, target_of(device), launch.function.cache_key,
         sorted(signature.items()), sorted((k, text(v)) for k, v in constants.items()),
         sorted(attrs.items()), launch.num_warps, launch.num_stages,
+        *((launch.most_registers,) if launch.most_registers else ()),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

@@ -39,6 +39,9 @@ class Launch:
             matrix instructions that the code must use, all of them; "" if it uses none.
         is_early: whether the function has a constant EARLY, by which it starts before the launch in
             front of it has ended, and waits for it by itself (`templates.early`).
+        most_registers: of a thread, where launches start early; 0 for as many as the compiler
+            likes. Programs that take all registers of a processor keep the next launch out until
+            they end.
     """
 
     function: Any
@@ -49,6 +52,7 @@ class Launch:
     num_stages: int = 2
     matrix: str = ""
     is_early: bool = False
+    most_registers: int = 0
 
     def run(self) -> Any:
         """Launch on the current stream, or interpret; returns what Triton compiled, if it did.
@@ -80,7 +84,11 @@ class Launch:
     def options_on(self, *, early: bool) -> dict[str, Any]:
         """What Triton is told beside arguments and constants, on the same terms."""
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return {**options, "launch_pdl": True} if self.is_early and early else options
+        if self.is_early and early:
+            options["launch_pdl"] = True
+            if self.most_registers:
+                options["maxnreg"] = self.most_registers
+        return options
 
 
 class Bound:

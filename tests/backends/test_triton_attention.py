@@ -19,7 +19,7 @@ from metainfer.backends.registry import installed
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.check import make_op, run_kernel, run_reference
 from metainfer.backends.torch.tensors import to_torch
-from metainfer.backends.triton.attention import Tile, of_call, prefill, split
+from metainfer.backends.triton.attention import PER_SM, Tile, of_call, prefill, split
 from metainfer.backends.triton.cross import faults_of, resources_of
 from metainfer.backends.triton.records_attention import BF16_STEP
 from metainfer.compiler.cost import CostModel
@@ -240,6 +240,19 @@ def test_launches_that_start_early_read_what_others_write_after_they_have_waited
             assert launch.is_early
             assert not re.search(written, before)
             assert re.search(written, after)
+
+
+def test_two_programs_of_the_split_form_leave_registers_for_the_launch_behind() -> None:
+    op, card = symbolic((32, 8), 128, 64), CARDS["1xh200"]
+    first, second = launches_of(
+        installed().kernels.get("triton.attention_split"), op, card, DECODE, installed()
+    )
+    taken, wanted = (resources_of(launch, card) for launch in (first, second))
+    assert taken.spilled_bytes == 0
+    assert first.options_on(early=True)["maxnreg"] >= taken.registers
+    assert "maxnreg" not in first.options_on(early=False)
+    threads = 32 * (PER_SM * first.num_warps * taken.registers)
+    assert threads + 4 * 32 * second.num_warps * wanted.registers <= 1 << 16
 
 
 LARGE = {
