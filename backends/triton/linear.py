@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Tile:
         sharing: programs up to which tiles are shared, of products of few rows: about one for
             each processor of a large card, or two.
         head: columns of the weight that a program of such a product reads before it waits for the
-            launch in front; weights of plain numbers only.
+            launch in front; of plain numbers, and of e4m3 codes under scales of whole steps.
         is_turned: whether rows of the weight are those of the matrix instruction.
     """
 
@@ -251,6 +251,8 @@ def _codes_hold(weight: DType, x: DType, tile: Tile) -> bool:
     """e4m3 codes that are exact in 16 bits, by scales of whole steps or by narrow ones."""
     if not isinstance(weight, Block) or not weight.is_single or weight.element != F8E4M3:
         return False
+    if tile.head:
+        return words.is_moved(weight)
     high, wide = weight.extents(2)
     if wide == 0 or wide % tile.inner == 0:
         return True
@@ -268,8 +270,10 @@ def _blocks_hold(weight: DType, x: DType, tile: Tile) -> bool:
 
 
 def _ordered_parts(weight: Words) -> tuple[str, tuple[torch.Tensor, ...], Any]:
-    codes = weight.codes.view(torch.float8_e4m3fn)
-    return "ordered_step", (codes, _bytes(weight.scales)), weight.format.extents(2)
+    scales, blocks = _bytes(weight.scales), weight.format.extents(2)
+    if words.is_moved(weight.format):
+        return "moved_step", (weight.codes.view(torch.int32), scales), ("moved", *blocks)
+    return "ordered_step", (weight.codes.view(torch.float8_e4m3fn), scales), blocks
 
 
 def _words_hold(weight: DType, x: DType, tile: Tile) -> bool:
@@ -355,7 +359,8 @@ def _coded(many: Tile) -> tuple[Tile, ...]:
 
 # Rows of a step of decoding; of a few sequences, or a short prompt; of many tokens. Codes are
 # widened in the registers of the first operand, so their tiles are turned; the largest are cut so
-# that no card spills registers.
+# that no card spills registers. Of twins of 128 rows the second, which widens codes twice, is for
+# cards whose units want both operands in registers.
 TILES: Mapping[str, tuple[Tile, ...]] = {
     "plain": (
         Tile("m16", 16, 32, 128, 4, 4),
@@ -371,7 +376,11 @@ TILES: Mapping[str, tuple[Tile, ...]] = {
         Tile("m128", 128, 128, 128, 8, 3),
         Tile("half", 64, 64, 64, 4, 4),
     ),
-    **dict.fromkeys(("codes", "blocks"), _coded(Tile("m128", 128, 64, 128, 4, 3, is_turned=True))),
+    "codes": (
+        *_coded(Tile("m128", 128, 64, 128, 4, 3, is_turned=True)),
+        Tile("twin128", 128, 64, 128, 8, 3, is_turned=True),
+    ),
+    "blocks": _coded(Tile("m128", 128, 64, 128, 4, 3, is_turned=True)),
     "fp4": _coded(Tile("m128", 128, 128, 128, 8, 2, is_turned=True)),
     **dict.fromkeys(("int4", "int8"), _coded(Tile("m128", 128, 64, 128, 8, 3, is_turned=True))),
 }
@@ -386,8 +395,8 @@ _FEW64 = (
     Tile("wide64", 64, 128, 128, 8, 3, sharing=256),
 )
 # Few rows, the weight streamed: two programs on each processor, or one with more on its way. A head
-# wants room for a third: the next launch's, which reads its own while these end. Codes take the
-# arithmetic of several programs to be widened as fast as they come.
+# wants room for a third: the next launch's, which reads its own while these end. Codes take several
+# programs: a step of one waits for memory, for its codes to be widened, and for their product.
 SKINNY_TILES: Mapping[str, tuple[Tile, ...]] = {
     "plain": (
         Tile("few16", 16, 64, 128, 4, 5),
@@ -397,8 +406,19 @@ SKINNY_TILES: Mapping[str, tuple[Tile, ...]] = {
         Tile("deep64", 64, 64, 128, 4, 5),
         Tile("wide64", 64, 128, 64, 4, 5),
     ),
-    **dict.fromkeys(("codes", "blocks", "int4", "int8"), (_few16(128, 5), *_FEW64)),
-    "fp4": (_few16(256, 4), *_FEW64),
+    **dict.fromkeys(("blocks", "int4", "int8"), (_few16(128, 5), *_FEW64)),
+    "codes": (
+        _few16(128, 5),
+        Tile("head16", 16, 64, 128, 4, 3, sharing=512, head=256),
+        Tile("all16", 16, 64, 128, 4, 3, sharing=512, head=512),
+        _FEW64[0],
+        replace(_FEW64[0], name="head64", head=256),
+    ),
+    "fp4": (_few16(256, 3), *_FEW64),
+    "fp8": (
+        Tile("few16", 16, 64, 128, 4, 3, sharing=512, is_turned=True),
+        Tile("few32", 32, 64, 128, 4, 3, sharing=512, is_turned=True),
+    ),
 }
 # Of queries, keys and values that are normed: whole heads of 128.
 TURNED_TILES = (

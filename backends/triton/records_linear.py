@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from metainfer.backends.kernel import (
     Constraint,
@@ -17,7 +18,7 @@ from metainfer.backends.kernel import (
     weight_operand,
 )
 from metainfer.backends.layout import LayoutRegistry
-from metainfer.backends.pace import Pace
+from metainfer.backends.pace import Pace, Wait
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.constraints import same_dtype, state_like
 from metainfer.backends.triton import gated, linear, skinny, summed, turned, widened, words
@@ -59,7 +60,12 @@ TURNED = {
     turned.NORMED: ("few16", "few64", "turn16", "turn64"),
 }
 # Tiles of products that are added to and normed, by storage: plain numbers, or codes.
-_SUMMED, _SUMMED_CODES = ("few16", "head16", "deep16", "few64", "deep64"), ("few16", "few64")
+_SUMMED_CODES = ("few16", "few64")
+_SUMMED: Mapping[str, tuple[str, ...]] = {
+    "plain": ("few16", "head16", "deep16", "few64", "deep64"),
+    "codes": ("few16", "head16", "all16", "few64", "head64"),
+    "fp8": (),
+}
 _STREAMED = (
     "memory: H200, captured, launches included, M=1: 0.71 (N=K=4096) to 0.95 (N=28672); M=64 less; "
     "the four products of a layer of Llama-8B one after the other 0.90 to 0.92, M=64 0.79; "
@@ -68,14 +74,23 @@ _STREAMED = (
 _SOURCE = "assumed, to be replaced by a benchmark on an H200"
 _ON = "H200, captured, launches included, 2026-11-30"
 _CODES = (
-    f"{_ON}, e4m3 in blocks of 128: M=1 0.38 (N=K=4096) to 0.78 (N=28672) of the bandwidth; M=64 "
-    "185 and 249 TFLOP/s"
+    f"{_ON}, fitted to the four products of a layer of Llama-3.1-8B and 2112x7168, 7168x2048, "
+    "2048x4096, e4m3 in blocks of 128, M=1, 16 and 64; M=1 in us: N=28672 34.8, K=14336 19.9, "
+    "N=K=4096 7.7; M=64 60.3, 32.4, 13.3"
+)
+_UNSHARED = (
+    f"{_ON}, fitted to 12 products of Llama-3.1-8B, Qwen3-30B-A3B and DeepSeek-V3, e4m3 in blocks "
+    "of 128, M=1 to 16, while codes were widened by conversions"
 )
 _WIDENING = f"{_ON}, e4m3 in blocks of 128, N=28672, M=1024: 329 (m64) and 416 TFLOP/s (m128)"
-_FP4 = f"{_ON}: 0.64 to 0.69 of the bandwidth by the same loop over experts; compute assumed"
+_FP4 = f"{_ON}, mxfp4, M=1: 0.25 (N=K=4096) to 0.49 (N=28672) of the bandwidth; compute assumed"
 _TIMED = (
     f"{_ON}: times of 12 products of Llama-3.1-8B, Qwen3-30B-A3B and DeepSeek-V3 at 1 to 4,096 "
     "rows, e4m3 in groups of 128 by blocks of 128 x 128"
+)
+_SHARED = (
+    f"{_ON}, fitted to the products that those by e4m3 codes alone are; in us: M=1 N=28672 33.2, "
+    "K=14336 20.1, N=K=4096 8.8; M=64 54.2, 30.0, 12.3"
 )
 _AS_FP8 = "assumed: as e4m3 codes, which take more instructions"
 # A tile of 16 x 32 reads 48 numbers for every 512 multiplications: the last cache bounds it. Large
@@ -84,17 +99,20 @@ _EFFICIENCY = {
     ("plain", "m16"): Efficiency(0.6, 0.06, source=_SOURCE),
     ("plain", "m64"): Efficiency(0.6, 0.25, source=_SOURCE),
     ("plain", "m128"): Efficiency(0.6, 0.6, source=_SOURCE),
-    ("codes", "m16"): Efficiency(0.6, 0.1, source=_SOURCE),
+    ("codes", "m16"): Efficiency(0.8, 0.3, source=_UNSHARED),
     ("codes", "m64"): Efficiency(0.6, 0.42, source=_WIDENING),
     ("codes", "m128"): Efficiency(0.6, 0.6, source=_WIDENING),
-    ("codes", "few16"): Efficiency(0.78, 0.15, source=_CODES),
-    ("codes", "few64"): Efficiency(0.65, 0.26, source=_CODES),
-    ("codes", "wide64"): Efficiency(0.65, 0.35, source=_CODES),
-    ("fp4", "m16"): Efficiency(0.5, 0.1, source=_SOURCE),
+    ("codes", "twin128"): Efficiency(0.6, 0.5, source=_SOURCE),
+    ("codes", "few16"): Efficiency(0.74, 0.3, source=_CODES),
+    ("codes", "head16"): Efficiency(0.76, 0.3, source=_CODES),
+    ("codes", "all16"): Efficiency(0.75, 0.3, source=_CODES),
+    ("codes", "few64"): Efficiency(0.7, 0.4, source=_CODES),
+    ("codes", "head64"): Efficiency(0.7, 0.4, source=_CODES),
+    ("fp4", "m16"): Efficiency(0.45, 0.3, source=_AS_FP8),
     ("fp4", "m64"): Efficiency(0.5, 0.42, source=_AS_FP8),
     ("fp4", "m128"): Efficiency(0.5, 0.55, source=_AS_FP8),
-    ("fp4", "few16"): Efficiency(0.65, 0.15, source=_FP4),
-    ("fp4", "few64"): Efficiency(0.6, 0.26, source=_AS_FP8),
+    ("fp4", "few16"): Efficiency(0.5, 0.3, source=_FP4),
+    ("fp4", "few64"): Efficiency(0.6, 0.4, source=_AS_FP8),
     ("fp4", "wide64"): Efficiency(0.6, 0.35, source=_AS_FP8),
     ("coded", "m16"): Efficiency(0.5, 0.08, source=_SOURCE),
     ("coded", "m64"): Efficiency(0.5, 0.4, source=_SOURCE),
@@ -114,6 +132,8 @@ _EFFICIENCY = {
     ("fp8", "thin"): Efficiency(0.55, 0.45, "f8e4m3", _TIMED),
     ("fp8", "m64"): Efficiency(0.72, 0.54, "f8e4m3", _TIMED),
     ("fp8", "m128"): Efficiency(0.52, 0.58, "f8e4m3", _TIMED),
+    ("fp8", "few16"): Efficiency(0.8, 0.3, "f8e4m3", _SHARED),
+    ("fp8", "few32"): Efficiency(0.78, 0.3, "f8e4m3", _SHARED),
     ("fp8", "wide16"): Efficiency(0.6, 0.06, "f8e4m3", _SOURCE),
     ("fp8", "wide64"): Efficiency(0.6, 0.4, "f8e4m3", _SOURCE),
     ("fp8", "half"): Efficiency(0.6, 0.4, "f8e4m3", _TIMED),
@@ -126,6 +146,22 @@ _PACES = {
     "m64": Pace(64, 64, 0.235, 6, 256, _TIMED),
     "m128": Pace(128, 128, 0.64, 1, 512, _TIMED),
 }
+_WAITS = {
+    ("fp8", "few16"): Wait(16, 64, 4.2, 4, 900, _SHARED),
+    ("fp8", "few32"): Wait(32, 64, 6.9, 4, 512, _SHARED),
+    ("codes", "m16"): Wait(16, 64, 3.26, 4, 690, _UNSHARED),
+    ("codes", "few16"): Wait(16, 64, 5.8, 4, 1000, _CODES),
+    ("codes", "head16"): Wait(16, 64, 6.3, 4, 650, _CODES),
+    ("codes", "all16"): Wait(16, 64, 6.0, 4, 500, _CODES),
+    ("codes", "few64"): Wait(64, 64, 8.0, 4, 650, _CODES),
+    ("codes", "head64"): Wait(64, 64, 7.8, 4, 500, _CODES),
+    ("fp4", "m16"): Wait(16, 64, 3.26, 4, 690, _AS_FP8),
+    ("fp4", "few16"): Wait(16, 64, 5.6, 4, 400, _FP4),
+    ("fp4", "few64"): Wait(64, 64, 8.0, 4, 650, _AS_FP8),
+    ("fp4", "wide64"): Wait(64, 128, 12.5, 2, 900, _AS_FP8),
+}
+# Rows up to which tiles of products of codes by codes that share sums were measured.
+_MOST_ROWS = {"few16": 16, "few32": 64}
 _WIDENED = Efficiency(
     1.0, 1.0,
     source=f"{_ON}, e4m3, N=28672, K=4096, widening included: M=1024 397 us, M=4096 1,307 us",
@@ -137,9 +173,9 @@ def register_linear(kernels: Registry, layouts: LayoutRegistry) -> None:
     layouts.add(words.LAYOUT)
     for name, storage in STORAGES.items():
         for tile in SKINNY_TILES.get(name, ()):
-            for kind in (*KINDS, GATED_KIND):
+            for kind in KINDS if storage.is_rounded else (*KINDS, GATED_KIND):
                 kernels.add(_skinny(kind, storage, tile, layouts))
-            if tile.name in (_SUMMED if name == "plain" else _SUMMED_CODES):
+            if tile.name in _SUMMED.get(name, _SUMMED_CODES):
                 kernels.add(_summed(storage, tile, layouts))
     tiles = {tile.name: tile for tile in (*SKINNY_TILES["plain"], *TURNED_TILES)}
     for kind, names in TURNED.items():
@@ -211,9 +247,14 @@ def _kernel(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) ->
     return _record(kind, storage, tile, made, (linear.follows(),), layouts)
 
 
-def _streams(tile: Tile) -> tuple[Constraint, ...]:
-    """What a tile of few rows asks of a card and of the weight."""
+def _streams(storage: Storage, tile: Tile) -> tuple[Constraint, ...]:
+    """What a tile of few rows asks of a card, of the weight and of the rows."""
     needs: tuple[Constraint, ...] = ()
+    if storage.is_rounded:
+        needs = (skinny.few_rows(_MOST_ROWS[tile.name]),)
+    if storage.name == "codes" and tile.head:
+        # Other units want codes in another order: with a head they spill registers.
+        needs = (feature("wgmma"), skinny.shared(tile, is_all=tile.name == "all16"))
     if tile.name.startswith("deep"):
         needs = (skinny.one_wave(tile), skinny.room(tile))
     if tile.head:
@@ -224,21 +265,24 @@ def _streams(tile: Tile) -> tuple[Constraint, ...]:
 
 def _summed(storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
     made = summed.launches(storage, tile)
-    needs = (summed.ends_rows(), summed.few_rows(), *_streams(tile))
+    needs = (summed.ends_rows(), summed.few_rows(), *_streams(storage, tile))
     record = _record(summed.KIND, storage, tile, made, needs, layouts)
     return replace(
         record, workspace=summed.workspace_of(tile), launches=2,
-        effort=skinny.effort_of(tile, record.efficiency.compute),
+        effort=_effort(storage, tile, record.efficiency, partial(skinny.split_of, tile)),
         fits=fits(made, record.layouts, layouts),
     )  # fmt: skip
 
 
 def _skinny(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
     is_gated = kind == GATED_KIND
-    made = skinny.launches(storage, tile, is_gated=is_gated)
-    needs = (gated.GATED if is_gated else linear.follows(), *_streams(tile))
+    if storage.is_rounded:
+        made = skinny.rounded(storage, tile)
+    else:
+        made = skinny.launches(storage, tile, is_gated=is_gated)
+    needs = (gated.GATED if is_gated else linear.follows(), *_streams(storage, tile))
     record = _record(kind, storage, tile, made, needs, layouts, halves=2 if is_gated else 1)
-    effort = skinny.effort_of(tile, record.efficiency.compute)
+    effort = _effort(storage, tile, record.efficiency, partial(skinny.split_of, tile))
     return replace(record, workspace=skinny.workspace_of(tile), effort=effort)
 
 
@@ -299,12 +343,27 @@ def _widened(element: str, layouts: LayoutRegistry) -> Kernel:
     )  # fmt: skip
 
 
-def _effort(storage: Storage, tile: Tile, compute: float) -> Effort:
+def _effort(
+    storage: Storage, tile: Tile, efficiency: Efficiency, parts: Callable[[int, int], int] | None
+) -> Effort:
+    """Work of a product by a tile, as its programs wait, or as their pace is, or neither.
+
+    Args:
+        storage: how the weight is stored.
+        tile: of a program.
+        efficiency: the record's.
+        parts: programs that share the sums of a tile, by tiles and inner size; None for one.
+    """
+    wait = _WAITS.get((storage.name, tile.name))
+    if wait is not None:
+        rate = efficiency.rate or "bf16"
+        waiting = replace(wait, rows=tile.rows, columns=tile.columns)
+        return waiting.effort(rate, efficiency.compute, parts or (lambda tiles, inner: 1))
     pace = _PACES.get(tile.name) if storage.is_rounded else None
     if pace is None:
-        return tile.effort(compute)
+        return tile.effort(efficiency.compute, parts)
     # Gated products have narrower tiles of the same name.
-    return replace(pace, rows=tile.rows, columns=tile.columns).effort(compute)
+    return replace(pace, rows=tile.rows, columns=tile.columns).effort(efficiency.compute)
 
 
 def _record(
@@ -315,6 +374,9 @@ def _record(
     is_weight = () if storage.name == "plain" else (weight_operand(1),)
     group = storage.name if (storage.name, tile.name) in _EFFICIENCY else "coded"
     units: tuple[Constraint, ...] = ()
+    if (storage.name, tile.name) == ("codes", "m128"):
+        # Units that want both operands in registers leave too few of them.
+        units = (feature("wgmma"),)
     if storage.is_rounded:
         units = (feature("fp8_mma"), linear.takes_rows(tile))
     efficiency = _EFFICIENCY[group, tile.name]
@@ -330,7 +392,7 @@ def _record(
         # Codes of floats are exact in 16 bits; others are scaled and rounded to them. Halves that
         # are multiplied add up what they are off by, and what the rounding of either turns it into.
         error=(2 * halves - 1) * _ERRORS.get(storage.name, 0.0),
-        effort=_effort(storage, tile, efficiency.compute),
+        effort=_effort(storage, tile, efficiency, None),
         fits=_fits(made, packings, layouts, halves),
         binder=TritonBinder(made),
     )

@@ -17,6 +17,7 @@ from metainfer.backends.triton.pointwise import argument, sizes_of
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
 
 _NUMBER_BYTES = 2  # of a number of 16 bits
+_MAY_BE_WHOLE = ("moved_step", "words_step")  # read without masks where all steps are whole
 FEWEST_STEPS = 4  # of a part of the inner dim: the pipeline fills
 
 
@@ -28,10 +29,21 @@ def split_of(tile: Tile, tiles: int, inner: int) -> int:
         tiles: of the result.
         inner: numbers of a sum.
     """
-    fewest, split = max(FEWEST_STEPS * tile.inner, 2 * tile.head), 1
+    fewest, split = max(FEWEST_STEPS * tile.inner, tile.head), 1
     while 2 * split * tiles <= tile.sharing and 2 * split * fewest <= inner:
         split *= 2
     return split
+
+
+def has_rest(tile: Tile, split: int, inner: int) -> bool:
+    """Whether parts of the sums are longer than the head.
+
+    Args:
+        tile: of a program.
+        split: programs that share the sums of a tile.
+        inner: numbers of a sum.
+    """
+    return -(-inner // (tile.inner * split)) * tile.inner > tile.head
 
 
 def scratch_of(tile: Tile, tiles: int, split: int) -> list[Piece]:
@@ -77,6 +89,32 @@ def room(tile: Tile) -> Constraint:
     return Constraint(f"{least:,} bytes of shared memory a program", check)
 
 
+def shared(tile: Tile, *, is_all: bool) -> Constraint:
+    """Programs share the sums of a tile, and its head is all that each of them reads if asked.
+
+    Measured: alone with its sums, a program is slower with a head of codes.
+    """
+
+    def check(query: Query) -> str | None:
+        columns, inner = (n.static for n in query.tensor(1).shape)
+        split = split_of(tile, tile.programs(1, columns), inner)
+        fits = split > 1 and not (is_all and has_rest(tile, split, inner))
+        return None if fits else f"{split} parts of {inner}"
+
+    parts = f" of at most {tile.head} columns" if is_all else ""
+    return Constraint(f"programs that share sums, in parts{parts}", check)
+
+
+def few_rows(most: int) -> Constraint:
+    """No more rows than a tile is for."""
+
+    def check(query: Query) -> str | None:
+        rows = math.prod(query.size(0, i) for i in range(len(query.tensor(0).shape) - 1))
+        return None if rows <= most else f"{rows}"
+
+    return Constraint(f"at most {most} rows", check)
+
+
 def effort_of(tile: Tile, compute: float) -> Effort:
     """As `Tile.effort`, programs sharing tiles."""
     return tile.effort(compute, lambda tiles, inner: split_of(tile, tiles, inner))
@@ -95,14 +133,14 @@ def launches(
 
     def made(call: TorchCall) -> Sequence[Launch]:
         # Imported where it is launched: templates need Triton.
-        from metainfer.backends.triton.templates import gemm_skinny, weight_tiles
+        from metainfer.backends.triton.templates import gemm_skinny
 
         x, y = call.inputs[0], call.outputs[0]
         inner, columns = x.shape[-1], y.shape[-1] * (2 if is_gated else 1)
         rows = math.prod(y.shape[:-1])
         if rows * columns == 0:
             return ()
-        step, pointers, format_ = storage.parts(call.inputs[1])
+        pointers, form = form_of(storage, tile, call.inputs[1])
         tiles = tile.programs(rows, columns)
         split = split_of(tile, tiles, inner)
         scratch = carve(call.workspace, scratch_of(tile, tiles, split), x.device)
@@ -117,14 +155,83 @@ def launches(
                     "arrived": none_arrived(tiles, x.device) if scratch else y,
                     "rows": rows, "columns": y.shape[-1], "inner": inner,
                 },
-                {
-                    "step": getattr(weight_tiles, step), "FORMAT": format_,
-                    **constants, "BM": tile.rows, "BN": tile.columns, "BK": tile.inner,
-                    "SPLIT": split, "HEAD": tile.head,
-                },
+                {**form, **constants, **shape_of(tile, split, inner)},
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 matrix=activations_of(x).matrix,
+                is_early=True,
+            ),
+        )  # fmt: skip
+
+    return made
+
+
+def form_of(
+    storage: Storage, tile: Tile, weight: Any
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Pointers of a weight, and the constants by which the templates of few rows read it.
+
+    Args:
+        storage: how the weight is stored.
+        tile: of a program.
+        weight: as the runtime holds it.
+    """
+    from metainfer.backends.triton.templates import weight_tiles
+
+    step, pointers, format_ = storage.parts(weight)
+    if step in _MAY_BE_WHOLE and weight.shape[-1] % tile.inner == 0:
+        format_ = (*format_, "whole")
+    return pointers, {"step": getattr(weight_tiles, step), "FORMAT": format_}
+
+
+def shape_of(tile: Tile, split: int, inner: int) -> dict[str, Any]:
+    """Constants of the templates of few rows for a tile whose sums so many programs share."""
+    return {
+        "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "SPLIT": split, "HEAD": tile.head,
+        "REST": has_rest(tile, split, inner),
+    }  # fmt: skip
+
+
+def rounded(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Launch]]:
+    """Launches of a group that begins with a linear of codes by codes.
+
+    Args:
+        storage: how the weight is stored.
+        tile: of a program.
+    """
+
+    def made(call: TorchCall) -> Sequence[Launch]:
+        # Imported where it is launched: templates need Triton.
+        from metainfer.backends.triton.templates.gemm_skinny_rounded import gemm_skinny_rounded
+
+        given, y = activations_of(call.inputs[0]), call.outputs[0]
+        inner, columns = call.inputs[0].shape[-1], y.shape[-1]
+        rows = math.prod(y.shape[:-1])
+        if rows * columns == 0:
+            return ()
+        _, pointers, blocks = storage.parts(call.inputs[1])
+        tiles = tile.programs(rows, columns)
+        split = split_of(tile, tiles, inner)
+        scratch = carve(call.workspace, scratch_of(tile, tiles, split), y.device)
+        follows, constants = _epilogue(call)
+        return (
+            Launch(
+                gemm_skinny_rounded,
+                (tiles * split,),
+                {
+                    "x": given.pointers[0], "x_scales": given.pointers[1], "y": y,
+                    "weight": pointers, **follows,
+                    "partial": scratch[0] if scratch else y,
+                    "arrived": none_arrived(tiles, y.device) if scratch else y,
+                    "rows": rows, "columns": columns, "inner": inner,
+                },
+                {
+                    **constants, "FORMAT": ("rounded", *blocks), "GROUP": given.group,
+                    "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "SPLIT": split,
+                },
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                matrix=given.matrix,
                 is_early=True,
             ),
         )  # fmt: skip

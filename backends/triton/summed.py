@@ -14,7 +14,7 @@ from metainfer.backends.triton.launch import Launch
 from metainfer.backends.triton.linear import Storage, Tile, activations_of
 from metainfer.backends.triton.pointwise import argument, sizes_of
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
-from metainfer.backends.triton.skinny import split_of
+from metainfer.backends.triton.skinny import form_of, shape_of, split_of
 
 KIND = "linear_add_rms_norm"
 MOST_ROWS = 256  # beyond, parts of sums are more bytes than the weight
@@ -66,14 +66,14 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
 
     def made(call: TorchCall) -> Sequence[Launch]:
         # Imported where it is launched: templates need Triton.
-        from metainfer.backends.triton.templates import gemm_skinny_parts, weight_tiles
+        from metainfer.backends.triton.templates import gemm_skinny_parts
 
         x = call.inputs[0]
         inner, columns = x.shape[-1], call.outputs[0].shape[-1]
         rows = math.prod(x.shape[:-1])
         if rows == 0:
             return ()
-        step, pointers, format_ = storage.parts(call.inputs[1])
+        pointers, form = form_of(storage, tile, call.inputs[1])
         tiles = tile.programs(rows, columns)
         split = split_of(tile, tiles, inner)
         (partial,) = carve(call.workspace, _pieces(split, rows, columns), x.device)
@@ -89,10 +89,7 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                     "x": x, "weight": pointers, "partial": partial, "rows": rows,
                     "columns": columns, "inner": inner,
                 },
-                {
-                    "step": getattr(weight_tiles, step), "FORMAT": format_, "BM": tile.rows,
-                    "BN": tile.columns, "BK": tile.inner, "SPLIT": split, "HEAD": tile.head,
-                },
+                {**form, **shape_of(tile, split, inner)},
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 matrix=activations_of(x).matrix,

@@ -60,7 +60,7 @@ def widening(weight: Words, out: torch.Tensor, start: int, stop: int) -> Launch:
             "out": out, "weight": pointers, "start": start, "count": stop - start,
             "columns": math.prod(weight.shape[:-1]), "inner": weight.width,
         },
-        {"WORDS": is_words, "FORMAT": format_, "BN": _ROWS, "BK": _INNER},
+        {"FORMAT": format_, "BN": _ROWS, "BK": _INNER},
         num_warps=4,
         num_stages=1,
     )  # fmt: skip

@@ -6,7 +6,8 @@ side, and are its pairs of several steps. Rows are filled up to whole chunks wit
 
 Codes of a byte: chunks of 64. Codes of 4 bits: chunks of 128, eight codes a word: its halves are
 the two numbers of a pair, of four pairs each. Integers lie one after the other, less their least;
-bits of e2m1 lie where `templates.widen` finds them. Scales of e2m1 and of integers lie row beside
+bits of e2m1 lie where `templates.widen` finds them, and so do those of e4m3 under scales of whole
+steps, in words of two pairs (`is_moved`). Scales of e2m1 and of integers lie row beside
 row: those of e2m1 four of 32 numbers in a word (of 16: in two, even and odd ones), those of
 integers, and their offsets, as numbers.
 """
@@ -29,6 +30,7 @@ from metainfer.ir.types import TensorType
 NAME = "triton.words"
 CHUNKS = {"f8e4m3": 64, "i8": 64, "u8": 64, "f4e2m1": 128, "u4": 128, "i4": 128}
 INTEGERS = ("u4", "i4", "u8", "i8")
+_STEP = 128  # numbers of a step of products
 _BYTES = 64  # of a chunk whose codes take one each
 GROUPS = (16, 32)  # e2m1 codes that share a scale; wider groups become several of the last
 _WORD = torch.int32
@@ -104,6 +106,14 @@ def takes(dtype: DType) -> bool:
     return dtype.element == F4E2M1 and is_group and dtype.scale.name in ("f8e8m0", "f8e4m3")
 
 
+def is_moved(format_: Block) -> bool:
+    """Whether codes of a byte are words whose bits were moved: e4m3 under scales of whole steps.
+
+    Narrower scales multiply numbers in float32, which the card makes of e4m3 codes by itself.
+    """
+    return format_.element == F8E4M3 and format_.extents(2)[1] % _STEP == 0
+
+
 def group_of(format_: Block) -> int:
     """Numbers for each scale that is kept of an e2m1 format."""
     return min(format_.extents(2)[1], GROUPS[1])
@@ -127,6 +137,8 @@ def pack(weight: Weight) -> Words:
     if format_.element.name in INTEGERS:
         scales = scales.transpose(-2, -1).contiguous()
         offsets = None if offsets is None else offsets.transpose(-2, -1).contiguous()
+    if is_moved(format_):
+        return Words(format_, _moved(codes), scales, rows, width)
     if chunk == _BYTES:
         parts = codes.reshape(*codes.shape[:-1], -1, 8, 4, 2).transpose(-3, -2)
         return Words(format_, parts.flatten(-4).contiguous(), scales, rows, width, offsets)
@@ -144,6 +156,46 @@ def pack(weight: Weight) -> Words:
 
 def _spread(per_group: torch.Tensor, group: int) -> torch.Tensor:
     return per_group.repeat_interleave(group, -1)
+
+
+@cache
+def _moved_pairs() -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Halves of words by two e4m3 codes, the first one in the lower byte: [65536]."""
+    codes = np.arange(1 << 16, dtype=np.uint32)
+    near, far = codes & 255, codes >> 8
+    made = ((near & 0x80) << 8) | ((near & 0x7F) << 4)
+    made |= ((far & 0x80) << 4) | ((far & 0x70) << 8) | (far & 0x0F)
+    return made.astype(np.uint16)
+
+
+def _moved(codes: torch.Tensor) -> torch.Tensor:
+    """e4m3 codes u8 [..., K'] as words, seen as bytes, on the processor.
+
+    Raises: PlanError for codes that are no numbers.
+    """
+    if bool(((codes & 0x7F) == 0x7F).any()):
+        raise PlanError(
+            f"layout {NAME} keeps codes that are numbers",
+            advice="is the checkpoint damaged? else forbid the kernels that want this layout: "
+            "--forbid NAME, see metainfer explain",
+        )
+    # Chunk, word of a thread, pair; thread, half: pairs come last, two codes of a half.
+    parts = codes.reshape(*codes.shape[:-1], -1, 4, 2, 4, 2).movedim(-3, -1).transpose(-4, -3)
+    pairs = np.ascontiguousarray(parts.numpy()).view(np.uint16)[..., 0]
+    # Every index is in range; any other mode than "raise" saves a copy.
+    halves = np.take(_moved_pairs(), pairs, mode="clip")
+    return torch.from_numpy(halves.view(np.uint8).reshape(codes.shape))
+
+
+def _unmoved(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_moved`."""
+    halves = words.view(torch.int16)
+    near = ((halves >> 8) & 0x80) | ((halves >> 4) & 0x7F)
+    far = ((halves >> 4) & 0x80) | ((halves >> 8) & 0x70) | (halves & 0x0F)
+    pairs = torch.stack((near, far), -1).to(torch.uint8)
+    # Chunk, thread, word of it, half, pair.
+    parts = pairs.reshape(*words.shape[:-1], -1, 4, 4, 2, 2).transpose(-4, -3).movedim(-1, -3)
+    return parts.flatten(-5)
 
 
 @cache
@@ -253,6 +305,9 @@ def plain_of(packed: Words) -> BlockTensors:
     if format_.element.name in INTEGERS:
         scales = scales.transpose(-2, -1).contiguous()
         offsets = None if offsets is None else offsets.transpose(-2, -1).contiguous()
+    if is_moved(format_):
+        codes = _unmoved(packed.codes)[..., :width].contiguous().view(torch_dtype(F8E4M3))
+        return BlockTensors(format_, codes, scales, None, rows)
     if CHUNKS[format_.element.name] == _BYTES:
         parts = packed.codes.reshape(*packed.codes.shape[:-1], -1, 4, 8, 2).transpose(-3, -2)
         codes = parts.flatten(-4)[..., :width].contiguous().view(torch_dtype(format_.element))

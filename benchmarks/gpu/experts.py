@@ -60,9 +60,10 @@ def stack(num: int, outputs: int, inputs: int, form: str) -> torch.Tensor | Word
         return made
     typed = words.typed(tensor(parse_dtype(TEXTS[form]), num, outputs, inputs))
     if form == "fp8":
-        codes = torch.empty(typed.codes.shape, device="cuda", dtype=torch.float8_e4m3fn)
-        for part in codes:
-            part.copy_(torch.randn(part.shape, device="cuda"))
+        shape = (*typed.codes.shape[:-1], typed.codes.shape[-1] // 4)
+        codes = torch.randint(-(2**31), 2**31, shape, device="cuda", dtype=torch.int32)
+        # Without the highest bit of exponents: none is then a code of no number.
+        codes &= ~0x44004400
         scales = (torch.rand(typed.scales.shape, device="cuda") + 0.5) * inputs**-0.5
         return Words(typed.format, codes.view(torch.uint8), scales, None, inputs)
     codes = torch.randint(-(2**31), 2**31, typed.codes.shape, device="cuda", dtype=torch.int32)

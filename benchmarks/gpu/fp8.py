@@ -114,7 +114,10 @@ def filled(data: Any) -> Any:
 def filled_words(data: Words) -> Words:
     """Random codes with scales near 1."""
     if data.format.element.name == "f8e4m3":
-        codes = torch.randint(0, 120, data.codes.shape, dtype=torch.uint8, device="cuda")
+        shape = (*data.codes.shape[:-1], data.codes.shape[-1] // 4)
+        codes = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
+        # Without the highest bit of exponents: none is then a code of no number.
+        codes = (codes & ~0x44004400).view(torch.uint8)
         return replace(data, codes=codes, scales=filled(data.scales))
     codes = torch.randint(-(2**31), 2**31, data.codes.shape, dtype=torch.int32, device="cuda")
     if data.scales.dtype != torch.int32:

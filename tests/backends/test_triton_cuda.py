@@ -100,6 +100,15 @@ def test_products(format_: str, tile: str) -> None:
         check_on_gpu(f"triton.linear_{FORMATS[format_]}_{tile}", op, [random(t, {}) for t in types])
 
 
+@pytest.mark.parametrize("tile", ["head16", "all16", "head64"])
+def test_heads_of_codes(tile: str) -> None:
+    for rows, columns, inner in ((1, 2048, 4096), (19, 576, 2048), (64, 640, 1100)):
+        format_ = parse_dtype("f8e4m3/128x128:f32")
+        types = [tensor(BF16, rows, inner), tensor(format_, columns, inner)]
+        op = make_op("linear", types, {}, [1])
+        check_on_gpu(f"triton.linear_codes_{tile}", op, [random(t, {}) for t in types])
+
+
 @pytest.mark.parametrize("tile", ["few16", "deep16", "few64", "deep64"])
 @pytest.mark.parametrize("shape", [(1, 4096, 4096), (64, 2048, 4096), (130, 128, 2048)], ids=str)
 def test_parts_of_sums_meet_in_every_launch(tile: str, shape: tuple[int, int, int]) -> None:

@@ -44,10 +44,15 @@ BLOCKS = WEIGHTS[0]
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("x", [GROUP, ROW])
 def test_products_of_codes(x: str, weight: str) -> None:
-    for rows, columns, inner in ((17, 40, 256), (1, 128, 384)):
-        op = product(x, weight, columns, inner)
+    # Of few16: one part; several, in two tiles of rows.
+    for tile, shape in (
+        ("m16", (17, 40, 256)),
+        ("few16", (1, 128, 384)),
+        ("few16", (19, 70, 2048)),
+    ):
+        op = product(x, weight, *shape[1:])
         assert refused("triton.linear_fp8_thin", op) == []
-        check_interpreted("triton.linear_fp8_m16", op, operands(op, rows), {"T": rows})
+        check_interpreted(f"triton.linear_fp8_{tile}", op, operands(op, shape[0]), {"T": shape[0]})
 
 
 def test_a_bias_is_added_before_the_product_is_rounded() -> None:
@@ -60,8 +65,9 @@ def test_a_bias_is_added_before_the_product_is_rounded() -> None:
 
 
 def test_rows_that_are_no_whole_steps() -> None:
-    op = product(ROW, "f8e4m3/row:f32", 40, 200)
-    check_interpreted("triton.linear_fp8_m16", op, operands(op, 5), {"T": 5})
+    for tile, inner in (("m16", 200), ("few32", 1048)):
+        op = product(ROW, "f8e4m3/row:f32", 40, inner)
+        check_interpreted(f"triton.linear_fp8_{tile}", op, operands(op, 5), {"T": 5})
 
 
 @pytest.mark.parametrize("tile", TILES)

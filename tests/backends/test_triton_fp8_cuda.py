@@ -69,6 +69,16 @@ def test_library_products_of_blocks(columns: int) -> None:
         check_on_gpu("cuda.linear_fp8_blocks", op, operands(op, tokens), {"T": tokens})
 
 
+@pytest.mark.parametrize(("tile", "rows"), [("few16", (1, 16)), ("few32", (17, 64))])
+def test_products_of_few_rows_share_sums(tile: str, rows: tuple[int, ...]) -> None:
+    for x, weight in ((GROUP, BLOCKS), (ROW, "f8e4m3/row:f32")):
+        name, op = f"triton.linear_fp8_{tile}", product(x, weight, 2112, 4096)
+        if not fits(name, op):
+            pytest.skip("the tile is for other cards")
+        for tokens in rows:
+            check_on_gpu(name, op, operands(op, tokens), {"T": tokens})
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_products_with_the_residual(tile: str) -> None:
     name, op = f"triton.linear_add_fp8_{tile}", product(GROUP, BLOCKS, 4096, 2048, "add")

@@ -22,8 +22,9 @@ from metainfer.backends.torch.check import make_op
 from metainfer.backends.triton import cross, skinny
 from metainfer.backends.triton.fits import typed_call
 from metainfer.backends.triton.linear import SKINNY_TILES
+from metainfer.compiler.cost import CostModel
 from metainfer.hardware.load import load_machine
-from metainfer.ir.dtypes import BF16
+from metainfer.ir.dtypes import BF16, parse_dtype
 from metainfer.ir.types import tensor
 
 # Rows, columns, inner: one row in 8 parts; two tiles of rows, 4 parts, odd; more tiles than parts.
@@ -45,6 +46,68 @@ def test_a_head_is_part_of_the_sums(shape: tuple[int, int, int]) -> None:
     """Of one part, of several, of one that is shorter than the head."""
     op, data = linear("bf16", shape)
     check_interpreted("triton.linear_plain_head16", op, data)
+
+
+HEADS = [
+    ("head16", (1, 40, 4096)), ("all16", (2, 64, 2048)), ("all16", (19, 70, 2056)),
+    ("head64", (5, 37, 1100)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tile", "shape"), HEADS, ids=str)
+def test_heads_of_codes(tile: str, shape: tuple[int, int, int]) -> None:
+    """Parts that are the head, that go on behind it, and that end within its steps."""
+    op, data = linear("f8e4m3/128x128:f32", shape)
+    check_interpreted(f"triton.linear_codes_{tile}", op, data)
+
+
+@pytest.mark.parametrize(
+    ("tile", "format_", "shape", "reason"),
+    [
+        ("all16", "f8e4m3/128x128:f32", (1, 4096, 4096), ""),
+        ("all16", "f8e4m3/128x128:f32", (1, 4096, 14336), "found 8 parts of 14336"),
+        ("head16", "f8e4m3/128x128:f32", (1, 4096, 14336), ""),
+        ("head16", "f8e4m3/128x128:f32", (1, 28672, 4096), "found 1 parts of 4096"),
+        ("head16", "f8e4m3/32:f8e8m0", (1, 4096, 4096), "operand 1 is fp8 codes"),
+    ],
+    ids=str,
+)
+def test_heads_of_codes_are_for_sums_that_are_shared(
+    tile: str, format_: str, shape: tuple[int, int, int], reason: str
+) -> None:
+    rows, columns, inner = shape
+    types = [tensor(BF16, rows, inner), tensor(parse_dtype(format_), columns, inner)]
+    found = refused(f"triton.linear_codes_{tile}", make_op("linear", types, {}, [1]))
+    assert reason in " ".join(found) if reason else found == []
+
+
+TAKEN = [
+    ("bf16", 1, (4096, 4096), "codes_all16"), ("bf16", 16, (4096, 14336), "codes_head16"),
+    ("bf16", 64, (4096, 14336), "codes_head64"), ("f8e4m3/128:f32", 1, (4096, 14336), "fp8_few16"),
+    ("f8e4m3/128:f32", 64, (4096, 14336), "fp8_few32"),
+    ("f8e4m3/128:f32", 64, (28672, 4096), "fp8_m64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("x", "rows", "shape", "tile"), TAKEN, ids=str)
+def test_the_tile_is_taken_that_was_fastest(
+    x: str, rows: int, shape: tuple[int, int], tile: str
+) -> None:
+    columns, inner = shape
+    types = [
+        tensor(parse_dtype(x), rows, inner),
+        tensor(parse_dtype("f8e4m3/128x128:f32"), columns, inner),
+    ]
+    op = make_op("linear", types, {} if x == "bf16" else {"dtype": "bf16"}, [1])
+    found, card = installed(), CARDS["1xh200"]
+    model, begin = CostModel(found.layouts), f"triton.linear_{tile.split('_')[0]}_"
+    kernels = [k for k in found.kernels.all() if k.name.startswith(begin)]
+    seconds = {
+        k.name: model.kernel(k, op, card, {}).seconds
+        for k in kernels
+        if k.op == "linear" and refused(k.name, op) == []
+    }
+    assert min(seconds, key=seconds.__getitem__) == f"triton.linear_{tile}"
 
 
 def test_a_head_is_read_of_weights_only() -> None:
@@ -102,7 +165,8 @@ def test_the_plans_scratch_holds_the_parts(name: str, columns: int, inner: int) 
 
 
 COMPILED = [("bf16", "head16"), ("bf16", "few64"), ("f8e4m3/128x128:f32", "few64"),
-            ("f4e2m1/32:f8e8m0", "few16"), ("u4/32:f16+f16", "few64")]  # fmt: skip
+            ("f8e4m3/128x128:f32", "all16"), ("f4e2m1/32:f8e8m0", "few16"),
+            ("u4/32:f16+f16", "few64")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("format_", "tile"), COMPILED)

@@ -16,17 +16,18 @@ def gemm_skinny_parts(
     x, weight, partial, rows, columns, inner,
     step: tl.constexpr, FORMAT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    HEAD: tl.constexpr, EARLY: tl.constexpr,
+    HEAD: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of SPLIT parts of a tile [BM, BN]: x [M, K], partial [SPLIT, M, N]."""
     early.let_next(EARLY)
     _, tile_m, tile_n, part = place(rows, columns, BM, BN, SPLIT)
     m_M, n_N = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
     first = part * tl.cdiv(inner, BK * SPLIT) * BK
-    head_NK = head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD)
+    head = head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD, FORMAT)
     early.wait_for_last(EARLY)
     acc = sums(
-        x, weight, head_NK, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD
+        x, weight, head, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD,
+        REST,
     )  # fmt: skip
     at = (part * rows + m_M[None, :]).to(tl.int64) * columns + n_N[:, None]
     tl.store(partial + at, acc, mask=(n_N[:, None] < columns) & (m_M[None, :] < rows))

@@ -98,7 +98,7 @@ def gemm_skinny_turned(
     head, begin = tile_n // TILES, tile_n % TILES * (BN // 2)
     n_N = head * D + begin + both // 2 + both % 2 * (D // 2)
     first = part * tl.cdiv(inner, BK * SPLIT) * BK
-    head_NK = head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD)
+    head_NK = head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD, FORMAT)
     pair = begin + tl.arange(0, BN // 2)
     if not SETTLED:
         early.wait_for_last(EARLY)
@@ -110,8 +110,8 @@ def gemm_skinny_turned(
     )  # fmt: skip
     tiles = tl.cdiv(rows, BM) * tl.cdiv(columns, BN)
     if SPLIT > 1:
-        if is_last(acc, partial, arrived, tile, tiles, part, SPLIT):
-            acc = collected(partial, arrived, tile, tiles, BN, BM, SPLIT)
+        if is_last(acc, partial, arrived, tile, tiles, part, m_M, rows, SPLIT):
+            acc = collected(partial, arrived, tile, tiles, m_M, rows, BN, BM, SPLIT)
             finish_turned(
                 acc, q, k, v, q_norm, k_norm, c, s, slot, m_M, rows, head, pair,
                 H, G, D, NORMED, EPS, KEPT,

@@ -30,7 +30,7 @@ def linear_route(
     part = share % SPLIT
     m_M, n_N = tile * BM + tl.arange(0, BM), share // SPLIT * BN + tl.arange(0, BN)
     first = part * tl.cdiv(inner, BK * SPLIT) * BK
-    head_NK = gemm_skinny.head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD)
+    head_NK = gemm_skinny.head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD, FORMAT)
     early.wait_for_last(EARLY)
     acc = gemm_skinny.sums(
         x, weight, head_NK, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD

@@ -106,13 +106,28 @@ def spread(per_group, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_words(pointer, n_N, first, columns, inner, BK: tl.constexpr):
+def load_rows(pointer, n_N, across, w_W, columns, WHOLE: tl.constexpr):
+    """Words [N, W] of rows of ``across``: zeros past them, and past the last row.
+
+    WHOLE: there are none past them; instead of rows past the last one that is read again, and no
+    read needs a mask.
+    """
+    if WHOLE:
+        place_NW = tl.minimum(n_N, columns - 1)[:, None].to(tl.int64) * across + w_W
+        found = tl.load(pointer + place_NW)
+    else:
+        place_NW = n_N[:, None].to(tl.int64) * across + w_W
+        mask = (n_N[:, None] < columns) & (w_W < across)
+        found = tl.load(pointer + place_NW, mask=mask, other=0)
+    return found.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def load_words(pointer, n_N, first, columns, inner, BK: tl.constexpr, WHOLE: tl.constexpr = False):
     """Words [N, BK / 8] of codes of 4 bits, of whole chunks: zeros past the inner dim."""
     across = tl.cdiv(inner, order.CHUNK) * (order.CHUNK // 8)
     w_W = first // 8 + tl.arange(0, BK // 8)[None, :]
-    mask = (n_N[:, None] < columns) & (w_W < across)
-    found = tl.load(pointer + n_N[:, None].to(tl.int64) * across + w_W, mask=mask, other=0)
-    return found.to(tl.uint32, bitcast=True)
+    return load_rows(pointer, n_N, across, w_W, columns, WHOLE)
 
 
 @triton.jit
@@ -122,14 +137,14 @@ def words_numbers(
     """Numbers of bf16 [N, BK], 2^-32 of what they mean, of e2m1 codes in words [N, K' / 8].
 
     FORMAT = ("lifted", group, powers): codes that share a scale, and whether scales are powers of
-    two; they lie in words [32 / group, K' / 128, N].
+    two; they lie in words [32 / group, K' / 128, N]. One more, of any kind: steps are WHOLE.
     """
     BN: tl.constexpr = n_N.shape[0]
     GROUP: tl.constexpr = FORMAT[1]
     POWERS: tl.constexpr = FORMAT[2]
     inside = n_N[:, None] < columns
     chunks = tl.cdiv(inner, order.CHUNK)
-    words = load_words(weight[0], n_N, first, columns, inner, BK)
+    words = load_words(weight[0], n_N, first, columns, inner, BK, len(FORMAT) == 4)
     c_C = first // order.CHUNK + tl.arange(0, BK // order.CHUNK)[None, :]
     place = weight[1] + c_C * columns + n_N[:, None]
     there = inside & (c_C < chunks)
@@ -158,7 +173,7 @@ def lifted(acc, weight, n_N, columns, FORMAT: tl.constexpr, TURNED: tl.constexpr
 
     ``weight`` may have scales of rows: they are multiplied here, codes by scales were exact.
     """
-    if len(FORMAT) == 3:
+    if len(FORMAT) >= 3 and FORMAT[0] == "lifted":
         if len(weight) == 3:
             rows = load_float(weight[2] + n_N, n_N < columns) * order.LIFT
             acc *= along(rows, TURNED)
@@ -169,13 +184,13 @@ def lifted(acc, weight, n_N, columns, FORMAT: tl.constexpr, TURNED: tl.constexpr
 
 @triton.jit
 def ordered_scales(
-    weight, n_N, first, columns, inner, BK: tl.constexpr, FORMAT: tl.constexpr
+    weight, n_N, first, columns, inner,
+    BK: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scales of blocks of FORMAT = (rows, inner), 0 for all: [N], or [N, BK] of narrow blocks."""
+    """Scales of blocks of HIGH rows x WIDE, 0 for all: [N], or [N, BK] of narrow blocks."""
     BN: tl.constexpr = n_N.shape[0]
-    WIDE: tl.constexpr = FORMAT[1]
     across = tl.cdiv(inner, WIDE) if WIDE > 0 else 1
-    high_N = n_N // FORMAT[0] if FORMAT[0] > 0 else n_N * 0
+    high_N = n_N // HIGH if HIGH > 0 else n_N * 0
     if WIDE > 0 and WIDE < BK:
         g_G = first // WIDE + tl.arange(0, BK // WIDE)
         mask = (n_N[:, None] < columns) & (g_G[None, :] < across)
@@ -183,7 +198,7 @@ def ordered_scales(
         made = spread(found, BN, BK, WIDE)
     else:
         at = first // WIDE if WIDE > 0 else 0
-        made = load_scale(weight[1] + high_N * across + at, n_N < columns)
+        made = load_scale(weight[1] + high_N * across + at, (n_N < columns) & (first < inner))
     return made
 
 
@@ -210,7 +225,7 @@ def ordered_step(
     the numbers, which are then rounded to 16 bits.
     """
     # Read first: they come while codes are widened.
-    scale = ordered_scales(weight, n_N, first, columns, inner, BK, FORMAT)
+    scale = ordered_scales(weight, n_N, first, columns, inner, BK, FORMAT[0], FORMAT[1])
     value_NK = ordered_values(weight, n_N, first, columns, inner, BK)
     if FORMAT[1] > 0 and FORMAT[1] < BK:
         acc = product(x_MK, (value_NK * scale).to(x_MK.dtype), acc, TURNED)
@@ -218,6 +233,45 @@ def ordered_step(
         part = product(x_MK, value_NK.to(x_MK.dtype), tl.zeros(acc.shape, tl.float32), TURNED)
         acc += part * along(scale, TURNED)
     return acc
+
+
+@triton.jit
+def step_scales(weight, n_N, first, columns, inner, BK: tl.constexpr, FORMAT: tl.constexpr):
+    """Scales [N] of a whole step, FORMAT = (name, rows, inner): zeros past the inner dim."""
+    return ordered_scales(weight, n_N, first, columns, inner, BK, FORMAT[1], FORMAT[2])
+
+
+@triton.jit
+def moved_words(weight, n_N, first, columns, inner, BK: tl.constexpr, WHOLE: tl.constexpr):
+    """Words [N, BK / 4] of e4m3 codes: zeros past the inner dim."""
+    across = tl.cdiv(inner, order.BYTES) * (order.BYTES // 4)
+    w_W = first // 4 + tl.arange(0, BK // 4)[None, :]
+    return load_rows(weight[0], n_N, across, w_W, columns, WHOLE)
+
+
+@triton.jit
+def moved_product(acc, x_MK, words, scale, TURNED: tl.constexpr):
+    """Sums by words and scales that were read: the product is exact up to the scales."""
+    BK: tl.constexpr = x_MK.shape[1]
+    value_NK = widen.e4m3_words(words, words.shape[0], BK).to(x_MK.dtype)
+    part = product(x_MK, value_NK, tl.zeros(acc.shape, tl.float32), TURNED)
+    return acc + part * along(scale, TURNED)
+
+
+@triton.jit
+def moved_step(
+    acc, x_MK, weight, n_N, first, columns, inner,
+    BK: tl.constexpr, FORMAT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """e4m3 codes in words [N, K' / 4], scales of whole steps: they multiply float32 sums.
+
+    FORMAT = ("moved", rows, inner): a block of a scale, 0 for all. One more, of any kind: steps are
+    WHOLE, as `load_rows` has it.
+    """
+    # Read first: they come while codes are widened.
+    scale = step_scales(weight, n_N, first, columns, inner, BK, FORMAT)
+    words = moved_words(weight, n_N, first, columns, inner, BK, len(FORMAT) == 4)
+    return moved_product(acc, x_MK, words, scale, TURNED)
 
 
 @triton.jit

@@ -71,12 +71,17 @@ def e2m1(words_NW, even_NW, odd_NW, BN: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _counted(words_NW, PAIR: tl.constexpr):
-    """128 more than the two codes of a pair, in float32: bf16 has seven bits behind the point."""
-    pair = ((words_NW >> (4 * PAIR)) & 0x000F000F) | 0x43004300
+def _floats(pair):
+    """The two numbers of bf16 in 32 bits, side by side, in float32."""
     high: tl.constexpr = 0xFFFF0000
     low = (pair << 16).to(tl.float32, bitcast=True)
     return tl.join(low, (pair & high).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _counted(words_NW, PAIR: tl.constexpr):
+    """128 more than the two codes of a pair, in float32: bf16 has seven bits behind the point."""
+    return _floats(((words_NW >> (4 * PAIR)) & 0x000F000F) | 0x43004300)
 
 
 @triton.jit
@@ -112,6 +117,42 @@ def bytes_in_order(codes_NK, BN: tl.constexpr, BK: tl.constexpr):
     # Row, chunk, thread, pairs of it, halves.
     made = tl.permute(tl.reshape(codes_NK, [BN, BK // order.BYTES, 4, 8, 2]), (0, 1, 3, 2, 4))
     return tl.reshape(made, [BN, BK]).to(tl.float32)
+
+
+@triton.jit
+def _e4m3_pairs(words_NW):
+    """Pairs of numbers of bf16 in 32 bits: the first and the second ones of words of e4m3 codes.
+
+    Exponent and mantissa put where bf16 has its lowest bits are 2^-120 of what they mean, zero and
+    subnormal codes included. Of each half of a word the first code lies in its place; the bits of
+    the second one fill what is left.
+    """
+    lift = tl.full(words_NW.shape, 0x7B807B80, tl.uint32)  # 2^120, twice
+    a = _multiply_pairs(words_NW & 0x87F087F0, lift)
+    far = ((words_NW << 4) & 0x80F080F0) | ((words_NW >> 4) & 0x07000700)
+    return a, _multiply_pairs(far, lift)
+
+
+@triton.jit
+def _e4m3_in_order(a, b, BN: tl.constexpr, BK: tl.constexpr):
+    """Numbers [BN, BK] in the order of the matrix instruction, of both pairs [BN, BK / 4, 2]."""
+    # Row, chunk, thread, word of it, half, pair.
+    made = tl.reshape(tl.join(a, b), [BN, BK // order.BYTES, 4, 4, 2, 2])
+    return tl.reshape(tl.permute(made, (0, 1, 3, 5, 2, 4)), [BN, BK])
+
+
+@triton.jit
+def e4m3_words(words_NW, BN: tl.constexpr, BK: tl.constexpr):
+    """Numbers of bf16 [BN, BK] of words u32 [BN, BK / 4] of four e4m3 codes each."""
+    a, b = _e4m3_pairs(words_NW)
+    return _e4m3_in_order(_taken_apart(a), _taken_apart(b), BN, BK)
+
+
+@triton.jit
+def e4m3_floats(words_NW, BN: tl.constexpr, BK: tl.constexpr):
+    """As `e4m3_words`, in float32: for scales that multiply numbers."""
+    a, b = _e4m3_pairs(words_NW)
+    return _e4m3_in_order(_floats(a), _floats(b), BN, BK)
 
 
 @triton.jit
