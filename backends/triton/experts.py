@@ -27,11 +27,7 @@ EXACT_PAIRS = 1024  # up to so many, the pairs' results are kept in float32
 MOST_PARTS = 8
 SMALLEST_ROWS = 16
 _FP8_ROWS, _FP8_DEPTH = 64, 32
-_TURNED = ("ordered", "moved", "e2m1")  # codes are widened before they are multiplied
-# Inputs of a step and buffers where each pair is a tile of its own.
-_DIRECT = {
-    "plain": (128, 4), "e4m3": (128, 4), "ordered": (256, 3), "moved": (256, 3), "e2m1": (256, 4),
-}  # fmt: skip
+_TURNED = ("ordered", "e2m1")  # formats whose codes are widened before they are multiplied
 _FEW_PAIRS = 2048  # up to so many, each is compared with all others
 _COMPARED = 4096  # comparisons of a program, then
 _COUNTED = 65536  # comparisons with experts at once
@@ -268,7 +264,9 @@ def _direct_tiles(call: Experts, form: str) -> Tiles:
 
     All but codes by codes are turned: outputs are many, tokens one.
     """
-    depth, stages = _DIRECT[form]
+    depth, stages = {"plain": (128, 4), "e4m3": (128, 4), "ordered": (256, 3), "e2m1": (256, 4)}[
+        form
+    ]
     turned = form != "e4m3"
     down = Tile(SMALLEST_ROWS, 64 if turned else 32, depth, 4, stages, turned)
     # With a head, programs in flight count less than what each has on its way.
@@ -348,7 +346,7 @@ def sort_pieces(pairs: int, experts: int) -> tuple[Piece, Piece]:
 
 def _format(weight: Weight, tile: Tile, direct: bool, group: int = -1) -> dict[str, Any]:
     depth = _depth(tile, weight, group)
-    is_fp8 = weight.format in ("e4m3", "ordered", "moved")
+    is_fp8 = weight.format in ("e4m3", "ordered")
     is_narrow = 0 < weight.wide < depth
     return {
         "FORMAT": weight.format, "HIGH": weight.high, "WIDE": weight.wide,

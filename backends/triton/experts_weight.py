@@ -6,11 +6,9 @@ import torch
 
 from metainfer.backends.torch.codes import Codes
 from metainfer.backends.triton.words import NAME as WORDS
-from metainfer.backends.triton.words import Words, group_of, is_moved
+from metainfer.backends.triton.words import Words, group_of
 from metainfer.ir.dtypes import F4E2M1, F8E8M0
 from metainfer.ir.errors import Unsupported
-
-_IN_WORD = {"e2m1": 8, "moved": 4}  # codes of a word
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Weight:
 
     Attributes:
         codes: numbers or codes; only the last dim must be dense.
-        format: "plain", "e4m3", "ordered", "moved" or "e2m1".
+        format: "plain", "e4m3", "ordered" or "e2m1".
         scales: one for each block; the codes themselves where there are none.
         high: outputs of a block, 0 for all.
         wide: inputs of a block, 0 for all.
@@ -53,7 +51,7 @@ class Weight:
     @property
     def filled(self) -> int:
         """Inputs that rows are filled up to."""
-        return self.codes.shape[2] * _IN_WORD.get(self.format, 1)
+        return self.codes.shape[2] * (8 if self.format == "e2m1" else 1)
 
 
 def weight_of(data: torch.Tensor | Codes | Words) -> Weight:
@@ -71,9 +69,6 @@ def weight_of(data: torch.Tensor | Codes | Words) -> Weight:
             data.width,
         )  # fmt: skip
     scales = data.scales.view(torch.uint8) if powers else data.scales
-    if isinstance(data, Words) and is_moved(data.format):
-        words = data.codes.view(torch.int32)
-        return Weight(words, "moved", scales, high, wide, powers, None, data.width)
     codes = data.codes.view(torch.float8_e4m3fn)
     if isinstance(data, Words):
         return Weight(codes, "ordered", scales, high, wide, powers, None, data.width)

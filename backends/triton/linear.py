@@ -271,7 +271,7 @@ def _blocks_hold(weight: DType, x: DType, tile: Tile) -> bool:
 
 def _ordered_parts(weight: Words) -> tuple[str, tuple[torch.Tensor, ...], Any]:
     scales, blocks = _bytes(weight.scales), weight.format.extents(2)
-    if words.is_moved(weight.format):
+    if words.is_moved(weight.format, weight.codes.ndim):
         return "moved_step", (weight.codes.view(torch.int32), scales), ("moved", *blocks)
     return "ordered_step", (weight.codes.view(torch.float8_e4m3fn), scales), blocks
 

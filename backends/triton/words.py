@@ -6,9 +6,9 @@ side, and are its pairs of several steps. Rows are filled up to whole chunks wit
 
 Codes of a byte: chunks of 64. Codes of 4 bits: chunks of 128, eight codes a word: its halves are
 the two numbers of a pair, of four pairs each. Integers lie one after the other, less their least;
-bits of e2m1 lie where `templates.widen` finds them, and so do those of e4m3 under scales of whole
-steps, in words of two pairs (`is_moved`). Scales of e2m1 and of integers lie row beside
-row: those of e2m1 four of 32 numbers in a word (of 16: in two, even and odd ones), those of
+bits of e2m1 lie where `templates.widen` finds them, and so do those of matrices of e4m3 under
+scales of whole steps, in words of two pairs (`is_moved`). Scales of e2m1 and of integers lie row
+beside row: those of e2m1 four of 32 numbers in a word (of 16: in two, even and odd ones), those of
 integers, and their offsets, as numbers.
 """
 
@@ -106,12 +106,14 @@ def takes(dtype: DType) -> bool:
     return dtype.element == F4E2M1 and is_group and dtype.scale.name in ("f8e8m0", "f8e4m3")
 
 
-def is_moved(format_: Block) -> bool:
+def is_moved(format_: Block, num_dims: int = 2) -> bool:
     """Whether codes of a byte are words whose bits were moved: e4m3 under scales of whole steps.
 
-    Narrower scales multiply numbers in float32, which the card makes of e4m3 codes by itself.
+    Narrower scales multiply numbers in float32, which the card makes of e4m3 codes by itself; so do
+    those of stacks, which experts' products read in longer steps.
     """
-    return format_.element == F8E4M3 and format_.extents(2)[1] % _STEP == 0
+    is_wide = format_.element == F8E4M3 and format_.extents(2)[1] % _STEP == 0
+    return is_wide and num_dims == 2
 
 
 def group_of(format_: Block) -> int:
@@ -137,7 +139,7 @@ def pack(weight: Weight) -> Words:
     if format_.element.name in INTEGERS:
         scales = scales.transpose(-2, -1).contiguous()
         offsets = None if offsets is None else offsets.transpose(-2, -1).contiguous()
-    if is_moved(format_):
+    if is_moved(format_, codes.ndim):
         return Words(format_, _moved(codes), scales, rows, width)
     if chunk == _BYTES:
         parts = codes.reshape(*codes.shape[:-1], -1, 8, 4, 2).transpose(-3, -2)
@@ -305,7 +307,7 @@ def plain_of(packed: Words) -> BlockTensors:
     if format_.element.name in INTEGERS:
         scales = scales.transpose(-2, -1).contiguous()
         offsets = None if offsets is None else offsets.transpose(-2, -1).contiguous()
-    if is_moved(format_):
+    if is_moved(format_, packed.codes.ndim):
         codes = _unmoved(packed.codes)[..., :width].contiguous().view(torch_dtype(F8E4M3))
         return BlockTensors(format_, codes, scales, None, rows)
     if CHUNKS[format_.element.name] == _BYTES:

@@ -60,10 +60,9 @@ def stack(num: int, outputs: int, inputs: int, form: str) -> torch.Tensor | Word
         return made
     typed = words.typed(tensor(parse_dtype(TEXTS[form]), num, outputs, inputs))
     if form == "fp8":
-        shape = (*typed.codes.shape[:-1], typed.codes.shape[-1] // 4)
-        codes = torch.randint(-(2**31), 2**31, shape, device="cuda", dtype=torch.int32)
-        # Without the highest bit of exponents: none is then a code of no number.
-        codes &= ~0x44004400
+        codes = torch.empty(typed.codes.shape, device="cuda", dtype=torch.float8_e4m3fn)
+        for part in codes:
+            part.copy_(torch.randn(part.shape, device="cuda"))
         scales = (torch.rand(typed.scales.shape, device="cuda") + 0.5) * inputs**-0.5
         return Words(typed.format, codes.view(torch.uint8), scales, None, inputs)
     codes = torch.randint(-(2**31), 2**31, typed.codes.shape, device="cuda", dtype=torch.int32)
@@ -81,9 +80,11 @@ def widened(weight: torch.Tensor | Words, expert: int) -> torch.Tensor:
     """One expert's weights in float32, by torch's own operations."""
     if isinstance(weight, torch.Tensor):
         return weight[expert].float()
-    rows = None if weight.row_scales is None else weight.row_scales[expert]
-    part = Words(weight.format, weight.codes[expert], weight.scales[expert], rows, weight.width)
-    return words.plain_of(part).dequantize()
+    # A stack of one: codes of a matrix lie otherwise.
+    one = slice(expert, expert + 1)
+    rows = None if weight.row_scales is None else weight.row_scales[one]
+    part = Words(weight.format, weight.codes[one], weight.scales[one], rows, weight.width)
+    return words.plain_of(part).dequantize()[0]
 
 
 def calls_of(model: Model, tokens: int, weights: Stacks) -> list[Experts]:
@@ -157,7 +158,7 @@ def grouped(model: Model, call: Experts, weights: Stacks) -> Callable[[], object
 
 
 def flattened(weight: Words) -> Words:
-    """A stack as one matrix. NOTE: scales of words lie otherwise then; the time is the same."""
+    """A stack as one matrix. NOTE: words lie otherwise then; the time is the same."""
     codes = weight.codes.flatten(0, 1)
     if weight.format.element.name == "f8e4m3":
         return Words(weight.format, codes, weight.scales.flatten(0, 1), None, weight.width)

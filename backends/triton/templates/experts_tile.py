@@ -2,10 +2,9 @@
 
 Weights lie [experts, outputs, inputs]. Formats: "plain" (of the activations' type), "e4m3" (codes
 and a scale per block of HIGH outputs x WIDE inputs; 0: all), "ordered" (such codes in the order of
-the layout ``triton.words``), "moved" (such codes in words of that layout), "e2m1" (words of it, one
-scale per WIDE inputs: a power of two, or e4m3 and one more for each output). With TURNED the
-outputs are the rows of the matrix instruction, few tokens its columns, and codes are widened in its
-registers.
+the layout ``triton.words``), "e2m1" (words of that layout, one scale per WIDE inputs: a power of
+two, or e4m3 and one more for each output). With TURNED the outputs are the rows of the matrix
+instruction, few tokens its columns, and codes are widened in its registers.
 """
 
 import triton
@@ -101,23 +100,14 @@ def add_product(
     elif FORMAT == "plain":
         acc = product(x, tl.load(codes[:, None] + inner[None, :]), acc, TURNED)
     else:
-        NARROW: tl.constexpr = WIDE > 0 and WIDE < DEPTH
-        if FORMAT == "moved":
-            words = tl.load(codes[:, None] + at // 4 + tl.arange(0, DEPTH // 4)[None, :])
-            words = words.to(tl.uint32, bitcast=True)
-            if NARROW:
-                w = widen.e4m3_floats(words, OUT, DEPTH)
-            else:
-                w = widen.e4m3_words(words, OUT, DEPTH)
-        else:
-            w = tl.load(codes[:, None] + inner[None, :])
+        w = tl.load(codes[:, None] + inner[None, :])
         # Codes are exact in bf16; a scaled weight is not. Codes times codes take steps of 32 and
         # more: shorter ones are widened too.
         if GROUP >= 0 and DEPTH < 32:
             x = x.to(tl.bfloat16)
         if FORMAT == "ordered":
             w = widen.bytes_in_order(w, OUT, DEPTH)
-        if NARROW:
+        if WIDE > 0 and WIDE < DEPTH:
             block = at // WIDE + tl.arange(0, DEPTH // WIDE)[None, :]
             near = tl.load(
                 scales[:, None] + block * stride_scale, mask=block * WIDE < stop, other=0
@@ -149,7 +139,7 @@ def multiply(
     row. -1: x is plain numbers. RAGGED: the weight's rows are filled up past the inputs.
     """
     acc = tl.zeros([OUT, ROWS] if TURNED else [ROWS, OUT], tl.float32)
-    IS_FP8: tl.constexpr = FORMAT == "ordered" or FORMAT == "moved" or FORMAT == "e4m3"
+    IS_FP8: tl.constexpr = FORMAT == "ordered" or FORMAT == "e4m3"
     AHEAD: tl.constexpr = IS_FP8 and not (WIDE > 0 and WIDE < DEPTH)
     scale, other = 0, 0
     if AHEAD:
