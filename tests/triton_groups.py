@@ -166,11 +166,11 @@ def group_data(op: Op, tokens: int, below: int = 7) -> list[Any]:
 
 def writing_group(
     kind: str, tokens: int, width: int, interleaved: bool, *, is_rounded: bool = False,
-    inner: int = 0,
+    inner: int = 0, weight: str = "bf16",
 ) -> tuple[Op, list[Any]]:  # fmt: skip
     """A group that turns queries and keys and writes keys and values; H = 5, G = 2.
 
-    With ``inner`` it begins with the product that they are of.
+    With ``inner`` it begins with the product that they are of, by a weight of a format.
     """
     norms = "qk_norm_rope_kv_write" in kind
     d, q, k, w = width, 5 * width, 7 * width, 9 * width
@@ -182,7 +182,7 @@ def writing_group(
     normed = f"""
       %6 = rms_norm(%3, %q) {{eps = 1e-5}} : bf16[T,5,{d}]
       %7 = rms_norm(%4, %k) {{eps = 1e-5}} : bf16[T,2,{d}]"""
-    given = f"%a: bf16[T,{inner}], %w: bf16[{w},{inner}]" if inner else f"%x: bf16[T,{w}]"
+    given = f"%a: bf16[T,{inner}], %w: {weight}[{w},{inner}]" if inner else f"%x: bf16[T,{w}]"
     product = f"%x = linear(%a, %w) : bf16[T,{w}]" if inner else ""
     graph = parse_graph(f"""graph g({given}{weights}, %p: i32[T], %slots: i32[T]) {{
       states {{ $kv: {state} }}

@@ -421,10 +421,17 @@ SKINNY_TILES: Mapping[str, tuple[Tile, ...]] = {
     ),
 }
 # Of queries, keys and values that are normed: whole heads of 128.
-TURNED_TILES = (
-    Tile("turn16", 16, 128, 64, 8, 4, sharing=264, head=128),
-    Tile("turn64", 64, 128, 64, 4, 3, sharing=264),
+_TURNED_CODES = (
+    Tile("turn16", 16, 128, 128, 8, 4, sharing=512),
+    Tile("turn64", 64, 128, 128, 8, 3, sharing=256),
 )
+TURNED_TILES: Mapping[str, tuple[Tile, ...]] = {
+    "plain": (
+        Tile("turn16", 16, 128, 64, 8, 4, sharing=264, head=128),
+        Tile("turn64", 64, 128, 64, 4, 3, sharing=264),
+    ),
+    **dict.fromkeys(("codes", "blocks", "fp4", "int4", "int8"), _TURNED_CODES),
+}
 # Where gate and up are taken apart two tiles of sums are held: 128 columns of them spill registers.
 _SPLIT = Tile("m128", 128, 64, 128, 8, 3)
 GATED_TILES: Mapping[str, tuple[Tile, ...]] = {

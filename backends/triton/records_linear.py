@@ -127,6 +127,8 @@ _EFFICIENCY = {
     ("plain", "wide64"): Efficiency(0.81, 0.35, source=_STREAMED),
     ("coded", "few16"): Efficiency(0.6, 0.12, source=_SOURCE),
     ("coded", "few64"): Efficiency(0.55, 0.22, source=_SOURCE),
+    ("coded", "turn16"): Efficiency(0.55, 0.12, source=_SOURCE),
+    ("coded", "turn64"): Efficiency(0.5, 0.3, source=_SOURCE),
     ("coded", "wide64"): Efficiency(0.55, 0.3, source=_SOURCE),
     ("fp8", "m16"): Efficiency(0.76, 0.18, "f8e4m3", _TIMED),
     ("fp8", "thin"): Efficiency(0.55, 0.45, "f8e4m3", _TIMED),
@@ -177,10 +179,11 @@ def register_linear(kernels: Registry, layouts: LayoutRegistry) -> None:
                 kernels.add(_skinny(kind, storage, tile, layouts))
             if tile.name in _SUMMED.get(name, _SUMMED_CODES):
                 kernels.add(_summed(storage, tile, layouts))
-    tiles = {tile.name: tile for tile in (*SKINNY_TILES["plain"], *TURNED_TILES)}
-    for kind, names in TURNED.items():
-        for name in names:
-            kernels.add(_turned(kind, STORAGES["plain"], tiles[name], layouts))
+    for name, turning in TURNED_TILES.items():
+        for tile in (*SKINNY_TILES[name], *turning):
+            for kind, names in TURNED.items():
+                if tile.name in names:
+                    kernels.add(_turned(kind, STORAGES[name], tile, layouts))
     for kind in KINDS:
         for name, storage in STORAGES.items():
             for tile in TILES[name]:
@@ -298,8 +301,8 @@ def _turned(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) ->
     record = _record(kind, storage, tile, made, needs, layouts)
     return replace(
         record, workspace=skinny.workspace_of(tile),
-        effort=skinny.effort_of(tile, record.efficiency.compute), error=BF16_STEP,
-        fits=fits(made, {}, layouts),
+        effort=skinny.effort_of(tile, record.efficiency.compute), error=record.error + BF16_STEP,
+        fits=fits(made, record.layouts, layouts),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from metainfer.backends.triton.gated import KEPT, product_type
 from metainfer.backends.triton.launch import Launch
 from metainfer.backends.triton.linear import Storage, Tile, activations_of
 from metainfer.backends.triton.scratch import carve
-from metainfer.backends.triton.skinny import none_arrived, scratch_of, split_of
+from metainfer.backends.triton.skinny import form_of, none_arrived, scratch_of, shape_of, split_of
 from metainfer.ir.errors import Unsupported
 from metainfer.ir.graph import Graph, Op
 from metainfer.ir.step import is_step_field
@@ -82,7 +82,6 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
         # Imported where it is launched: templates need Triton.
         import triton.language as tl
 
-        from metainfer.backends.triton.templates import weight_tiles
         from metainfer.backends.triton.templates.gemm_skinny_turned import gemm_skinny_turned
 
         x, q = call.inputs[0], call.outputs[0]
@@ -93,7 +92,7 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
         columns = (heads.queries + 2 * heads.keys) * heads.width
         if rows == 0:
             return ()
-        step, pointers, format_ = storage.parts(call.inputs[1])
+        pointers, form = form_of(storage, tile, call.inputs[1])
         tiles = tile.programs(rows, columns)
         split = split_of(tile, tiles, inner)
         scratch = carve(call.workspace, scratch_of(tile, tiles, split), x.device)
@@ -112,12 +111,10 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                     "rows": rows, "columns": columns, "inner": inner,
                 },
                 {
-                    "step": getattr(weight_tiles, step), "FORMAT": format_,
+                    **form, **shape_of(tile, split, inner),
                     "KEPT": getattr(tl, KEPT[product_type(call.op)]),
                     "H": heads.queries, "G": heads.keys, "D": heads.width,
                     "NORMED": heads.eps is not None, "EPS": heads.eps or 0.0,
-                    "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "SPLIT": split,
-                    "HEAD": tile.head,
                     "SETTLED": is_step_field(places[0]) and is_step_field(places[2]),
                 },
                 num_warps=tile.num_warps,

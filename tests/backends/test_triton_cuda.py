@@ -65,6 +65,21 @@ def test_products_that_are_turned_and_written(kind: str, tile: str, tokens: int)
     check_on_gpu(f"triton.{kind}_plain_{tile}", op, data, {"T": tokens})
 
 
+@pytest.mark.parametrize("tokens", [1, 19, 70])
+@pytest.mark.parametrize("weight", ["f8e4m3/128x128:f32", "f4e2m1/32:f8e8m0", "u4/32:f16+f16"])
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [("linear_rope_kv_write", "few16"), ("linear_qk_norm_rope_kv_write", "few16"),
+     ("linear_qk_norm_rope_kv_write", "turn16")],
+)  # fmt: skip
+def test_products_by_codes_that_are_turned_and_written(
+    kind: str, tile: str, weight: str, tokens: int
+) -> None:
+    width = 128 if tile == "turn16" or kind == "linear_rope_kv_write" else 64
+    op, data = writing_group(kind, tokens, width, False, inner=1024, weight=weight)
+    check_on_gpu(f"triton.{kind}_{FORMATS[weight]}_{tile}", op, data, {"T": tokens})
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("kind", ["rope_kv_write", "qk_norm_rope_kv_write"])
 def test_keys_and_values_are_written(kind: str, interleaved: bool) -> None:

@@ -1,6 +1,7 @@
 """Products of few rows: parts of sums, early launches, for cards that are not here."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -222,6 +223,36 @@ def test_queries_keys_and_values_leave_a_product_turned_and_written(
     name = f"triton.{kind}_plain_{tile}"
     assert all("is a weight" in why for why in refused(name, op))
     check_interpreted(name, op, data, {"T": tokens})
+
+
+TURNED_CODES = [
+    ("linear_rope_kv_write", "codes_few16", "f8e4m3/128x128:f32", 128, 640),
+    ("linear_rope_kv_write", "codes_head16", "f8e4m3/128x128:f32", 64, 1024),
+    ("linear_qk_norm_rope_kv_write", "codes_turn16", "f8e4m3/128x128:f32", 128, 1024),
+    ("linear_qk_norm_rope_kv_write", "fp4_turn16", "f4e2m1/32:f8e8m0", 128, 512),
+    ("linear_rope_kv_write", "int4_few16", "u4/32:f16+f16", 64, 512),
+]
+
+
+@pytest.mark.parametrize(("kind", "tile", "weight", "width", "inner"), TURNED_CODES)
+def test_products_by_codes_leave_turned_and_written(
+    kind: str, tile: str, weight: str, width: int, inner: int
+) -> None:
+    op, data = writing_group(kind, 3, width, False, inner=inner, weight=weight)
+    op = replace(op, operands=(op.operands[0], replace(op.operands[1], name="@w"),
+                               *op.operands[2:]))  # fmt: skip
+    name = f"triton.{kind}_{tile}"
+    assert refused(name, op) == []
+    check_interpreted(name, op, data, {"T": 3})
+
+
+@pytest.mark.parametrize("case", TURNED_CODES[2:4], ids=str)
+def test_turned_products_by_codes_compile_for_cards_that_are_not_here(
+    case: tuple[str, str, str, int, int],
+) -> None:
+    kind, tile, weight, width, inner = case
+    op, _ = writing_group(kind, 3, width, False, inner=inner, weight=weight)
+    check_compiles(f"triton.{kind}_{tile}", op, {"T": 3})
 
 
 @pytest.mark.parametrize(

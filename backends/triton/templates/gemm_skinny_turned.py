@@ -81,7 +81,7 @@ def gemm_skinny_turned(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     NORMED: tl.constexpr, EPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    HEAD: tl.constexpr, SETTLED: tl.constexpr, EARLY: tl.constexpr,
+    HEAD: tl.constexpr, REST: tl.constexpr, SETTLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BN rows of one head of the weight a program, or one of SPLIT parts of their sums.
 
@@ -98,7 +98,7 @@ def gemm_skinny_turned(
     head, begin = tile_n // TILES, tile_n % TILES * (BN // 2)
     n_N = head * D + begin + both // 2 + both % 2 * (D // 2)
     first = part * tl.cdiv(inner, BK * SPLIT) * BK
-    head_NK = head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD, FORMAT)
+    ahead = head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD, FORMAT)
     pair = begin + tl.arange(0, BN // 2)
     if not SETTLED:
         early.wait_for_last(EARLY)
@@ -106,7 +106,8 @@ def gemm_skinny_turned(
     if SETTLED:
         early.wait_for_last(EARLY)
     acc = sums(
-        x, weight, head_NK, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD
+        x, weight, ahead, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD,
+        REST,
     )  # fmt: skip
     tiles = tl.cdiv(rows, BM) * tl.cdiv(columns, BN)
     if SPLIT > 1:
