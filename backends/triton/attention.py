@@ -209,7 +209,6 @@ def prefill(call: Attention, tile: Tile | None = None) -> list[Launch]:
             tile.num_warps,
             tile.num_stages,
             _matrix(call),
-            is_early=True,
         )
     ]
 
@@ -254,10 +253,10 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
     return [
         Launch(
             attention_split, (programs,), arguments, constants, tile.num_warps, tile.num_stages,
-            _matrix(call), is_early=True,
+            _matrix(call),
             most_registers=_SPLIT_REGISTERS if tile.rows <= _FEW_ROWS and not call.rotary else 0,
         ),
-        Launch(attention_combine, (tokens * heads,), joined, joining, 4, 1, is_early=True),
+        Launch(attention_combine, (tokens * heads,), joined, joining, 4, 1),
     ]  # fmt: skip
 
 

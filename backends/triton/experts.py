@@ -325,16 +325,16 @@ def sort_pairs(
         step = min(max(_COUNTED // numbers, 16), every)
         sizes = {"ROWS": rows, "ALL": every, "CHUNK": chunk, "STEP": step, "NUMBERS": numbers}
         grid = (1 + -(-pairs // chunk),)
-        return [Launch(kernels.order_few, grid, table, sizes, 8, 1, is_early=True)]
+        return [Launch(kernels.order_few, grid, table, sizes, 8, 1)]
     chunks, sizes = -(-pairs // _CHUNK), {"CHUNK": _CHUNK, "NUMBERS": numbers}
     known = {"ids": ids, "counts": counts, "P": pairs, "E": experts}
     scan = {"STEP": _COMPARED // _SPAN, "SPAN": _SPAN, "NUMBERS": numbers}
     adding = {"counts": counts, "totals": totals, "CHUNKS": chunks}
     placed, place = {**table, "counts": counts, "totals": totals}, {**sizes, "ROWS": rows}
     return [
-        Launch(kernels.order_count, (chunks,), known, sizes, 4, 1, is_early=True),
-        Launch(kernels.order_scan, (numbers // _SPAN,), adding, scan, 8, 1, is_early=True),
-        Launch(kernels.order_place, (1 + chunks,), placed, place, 4, 1, is_early=True),
+        Launch(kernels.order_count, (chunks,), known, sizes, 4, 1),
+        Launch(kernels.order_scan, (numbers // _SPAN,), adding, scan, 8, 1),
+        Launch(kernels.order_place, (1 + chunks,), placed, place, 4, 1),
     ]
 
 
@@ -393,7 +393,7 @@ def _gate_up(
     grid = shared["LIMIT"] * -(-inner // tile.columns)
     return Launch(
         experts_gate_up, (grid,), arguments, constants, tile.num_warps, tile.num_stages,
-        _matrix(call.x.dtype, tile, constants["DEPTH"]), is_early=True,
+        _matrix(call.x.dtype, tile, constants["DEPTH"]),
     )  # fmt: skip
 
 
@@ -418,7 +418,7 @@ def _down(
     grid = shared["LIMIT"] * -(-width // tile.columns) * tiles.parts
     return Launch(
         experts_down, (grid,), arguments, constants, tile.num_warps, tile.num_stages,
-        _matrix(call.out.dtype, tile, constants["DEPTH"]), is_early=True,
+        _matrix(call.out.dtype, tile, constants["DEPTH"]),
     )  # fmt: skip
 
 
@@ -438,19 +438,19 @@ def _sum(call: Experts, parts: int, pairs: torch.Tensor) -> Launch:
     constants = {"CHOICES": call.ids.shape[1], "PARTS": parts, "COLUMNS": columns}
     grid = (tokens * -(-width // columns),)
     if call.epilogue is None:
-        return Launch(experts_sum, grid, arguments, constants, 4, 1, is_early=True)
+        return Launch(experts_sum, grid, arguments, constants, 4, 1)
     constants["epilogue"] = call.epilogue
     # An empty tuple has no type that Triton could give it.
     arguments["operands"] = call.operands or (call.out,)
     if not call.of_rows:
-        return Launch(experts_sum_then, grid, arguments, constants, 4, 1, is_early=True)
+        return Launch(experts_sum_then, grid, arguments, constants, 4, 1)
     del arguments["out"], arguments["out_token"]
     constants["COLUMNS"] = power_above(width)
     warps = 8 if width > 2 * _SUM_COLUMNS else 4
     if call.pairs <= EXACT_PAIRS:
         # Few tokens leave most of the machine idle: each thread has one read of a pair in flight.
         warps = min(max(constants["COLUMNS"] // _READ, warps), _MOST_WARPS)
-    return Launch(experts_sum_row, (tokens,), arguments, constants, warps, 1, is_early=True)
+    return Launch(experts_sum_row, (tokens,), arguments, constants, warps, 1)
 
 
 def _matrix(dtype: torch.dtype, tile: Tile, depth: int) -> str:

@@ -18,6 +18,7 @@ from metainfer.hardware.detect_gpu import features_of
 from metainfer.ir.errors import CompileFailure
 
 EARLY = "early_launch"  # the feature of a device
+_EARLY = "EARLY"  # the constant of a function
 
 # A run-time argument: a tensor (its address is passed), a number, or a tuple of such.
 Argument = Any
@@ -37,8 +38,6 @@ class Launch:
         num_stages: buffers of a pipelined loop.
         matrix: operand type ("bf16", "f8e4m3", or scaled blocks: "mxf8", "mxf4", "nvf4") of the
             matrix instructions that the code must use, all of them; "" if it uses none.
-        is_early: whether the function has a constant EARLY, by which it starts before the launch in
-            front of it has ended, and waits for it by itself (`templates.early`).
         most_registers: of a thread, where launches start early; 0 for as many as the compiler
             likes. Programs that take all registers of a processor keep the next launch out until
             they end.
@@ -51,8 +50,14 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     matrix: str = ""
-    is_early: bool = False
     most_registers: int = 0
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the function has a constant EARLY: it may start before the launch in front of it
+        has ended, and waits for it by itself (`templates.early`).
+        """
+        return _EARLY in self.function.arg_names
 
     def run(self) -> Any:
         """Launch on the current stream, or interpret; returns what Triton compiled, if it did.
@@ -79,7 +84,7 @@ class Launch:
         Args:
             early: whether launches start early on it.
         """
-        return {**self.constants, "EARLY": early} if self.is_early else dict(self.constants)
+        return {**self.constants, _EARLY: early} if self.is_early else dict(self.constants)
 
     def options_on(self, *, early: bool) -> dict[str, Any]:
         """What Triton is told beside arguments and constants, on the same terms."""

@@ -35,7 +35,6 @@ def launches(call: TorchCall) -> Sequence[Launch]:
     return (
         Launch(
             emitted.function(), (programs, chunks), arguments, num_warps=emitted.num_warps,
-            is_early=True,
         ),
     )  # fmt: skip
 

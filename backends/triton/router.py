@@ -130,6 +130,5 @@ def launches(call: TorchCall) -> Sequence[Launch]:
             num_warps=TILE.num_warps,
             num_stages=TILE.num_stages,
             matrix=activations_of(x).matrix,
-            is_early=True,
         ),
     )  # fmt: skip

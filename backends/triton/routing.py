@@ -32,7 +32,7 @@ def choose_experts(call: TorchCall) -> list[Launch]:
         "RENORMALISE": bool(call.attrs["renormalise"]),
     }  # fmt: skip
     warps = 1 if tile_of(num, groups) <= 256 else 4
-    return [Launch(function, (tokens,), arguments, constants, warps, 1, is_early=True)]
+    return [Launch(function, (tokens,), arguments, constants, warps, 1)]
 
 
 def tile_of(num: int, groups: int) -> int:

@@ -159,7 +159,6 @@ def launches(
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 matrix=activations_of(x).matrix,
-                is_early=True,
             ),
         )  # fmt: skip
 
@@ -232,7 +231,6 @@ def rounded(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Laun
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 matrix=given.matrix,
-                is_early=True,
             ),
         )  # fmt: skip
 

@@ -93,7 +93,6 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 matrix=activations_of(x).matrix,
-                is_early=True,
             ),
             Launch(
                 gemm_skinny_parts.finish_rows,
@@ -105,7 +104,6 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                 {"epilogue": epilogue.function(), "SPLIT": split, "COLUMNS": width},
                 num_warps=min(max(width // (_NUMBERS * _WARP), 4), _MOST_WARPS),
                 num_stages=1,
-                is_early=True,
             ),
         )  # fmt: skip
 

@@ -120,7 +120,6 @@ def launches(storage: Storage, tile: Tile) -> Callable[[TorchCall], Sequence[Lau
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 matrix=activations_of(x).matrix,
-                is_early=True,
             ),
         )  # fmt: skip
 

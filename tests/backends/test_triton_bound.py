@@ -31,9 +31,7 @@ def function(compiled: Compiled | None) -> tuple[Any, list[dict[str, Any]]]:
 def test_the_compiled_form_is_launched_from_the_second_time_on() -> None:
     compiled, x, parts = Compiled(), torch.zeros(4), (torch.ones(2), torch.ones(3))
     f, looked_up = function(compiled)
-    launch = Launch(
-        f, (7, 2), {"rows": 5, "x": x, "parts": parts}, {"STEP": "s"}, num_warps=8, is_early=True
-    )
+    launch = Launch(f, (7, 2), {"rows": 5, "x": x, "parts": parts}, {"STEP": "s"}, num_warps=8)
     bound = Bound(launch)
     for _ in range(3):
         bound()
