@@ -40,8 +40,8 @@ pytest: test
 kernels-check: $(VENV)/demo
 	$(BIN)/metainfer kernels check
 
-# The figures that come with the package, after a template changed.
-# Figures that spare a first plan the compiling, of the installed Triton; of another one: install it and run this again.
+# The figures that come with the package, after a template changed: of the installed Triton. For another version that
+# the package has figures of, install that and run this again.
 kernels-figures: $(VENV)/demo
 	$(BIN)/metainfer kernels check --keep backends/triton/figures
 

@@ -157,8 +157,8 @@ class Kernel:
         efficiency: fractions of the device's rates, by phase-independent default.
         launches: how many device launches one call makes.
         in_place: result number -> number of the operand whose place it may take: every number of
-            that operand is read before the same number of the result is written, by none but who
-            writes it.
+            that operand is read by who writes the same number of the result, before it is written;
+            others may read it, too, if they drop what they read.
         starts_as_copy: whether a result that did not get that place is a copy of the operand
             first: a launch and two passes over it that are not counted elsewhere.
         generic: a plain composition that stands in where no made kernel fits; refused by --strict.

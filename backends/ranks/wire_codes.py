@@ -1,7 +1,7 @@
 """Numbers as codes and scales on the wire of a compressed collective: three passes over them.
 
 Where Triton runs each pass is one launch that reads and writes once; elsewhere torch's operations
-make the same bytes.
+make the same bytes, those of sums up to a rounding.
 """
 
 from typing import Any

@@ -268,7 +268,7 @@ def _streams(storage: Storage, tile: Tile) -> tuple[Constraint, ...]:
 
 def _summed(storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
     made = summed.launches(storage, tile)
-    needs = (summed.ends_rows(), summed.few_rows(), *_streams(storage, tile))
+    needs = (summed.ends_rows(), skinny.few_rows(summed.MOST_ROWS), *_streams(storage, tile))
     record = _record(summed.KIND, storage, tile, made, needs, layouts)
     return replace(
         record, workspace=summed.workspace_of(tile), launches=2,
@@ -292,11 +292,9 @@ def _skinny(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) ->
 def _turned(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
     made = turned.launches(storage, tile)
     state = 3 if kind == turned.PLAIN else 5
-    # Read while others may still write: nothing but weights may be.
     needs = (
-        feature(EARLY), weight_operand(1), turned.whole_heads(tile), state_like(state, 0),
+        *_streams(storage, tile), turned.whole_heads(tile), state_like(state, 0),
         state_is_plain(state),
-        *((skinny.one_wave(tile), skinny.room(tile)) if tile.name.startswith("deep") else ()),
     )  # fmt: skip
     record = _record(kind, storage, tile, made, needs, layouts)
     return replace(
@@ -387,7 +385,7 @@ def _record(
         f"triton.{kind}_{storage.name}_{tile.name}",
         kind,
         "triton",
-        requires=(*HERE, *units, linear.stored_as(storage, tile), *is_weight, dense(0, 1), *body),
+        requires=(*HERE, *units, linear.stored_as(storage, tile), *is_weight, dense(), *body),
         layouts=packings,
         efficiency=efficiency,
         # Who stores a tile reads the same tile of what is added.

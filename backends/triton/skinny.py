@@ -105,12 +105,17 @@ def shared(tile: Tile, *, is_all: bool) -> Constraint:
     return Constraint(f"programs that share sums, in parts{parts}", check)
 
 
+def rows_of(query: Query) -> int:
+    """The most rows that a query's activations have, of all leading dims."""
+    return math.prod(query.size(0, i) for i in range(len(query.tensor(0).shape) - 1))
+
+
 def few_rows(most: int) -> Constraint:
     """No more rows than a tile is for."""
 
     def check(query: Query) -> str | None:
-        rows = math.prod(query.size(0, i) for i in range(len(query.tensor(0).shape) - 1))
-        return None if rows <= most else f"{rows}"
+        rows = rows_of(query)
+        return None if rows <= most else f"{rows} rows"
 
     return Constraint(f"at most {most} rows", check)
 

@@ -14,7 +14,7 @@ from metainfer.backends.triton.launch import Launch
 from metainfer.backends.triton.linear import Storage, Tile, activations_of
 from metainfer.backends.triton.pointwise import argument, sizes_of
 from metainfer.backends.triton.scratch import Piece, carve, scratch_bytes
-from metainfer.backends.triton.skinny import form_of, shape_of, split_of
+from metainfer.backends.triton.skinny import form_of, rows_of, shape_of, split_of
 
 KIND = "linear_add_rms_norm"
 MOST_ROWS = 256  # beyond, parts of sums are more bytes than the weight
@@ -35,16 +35,6 @@ def ends_rows() -> Constraint:
     return Constraint(f"a product and what follows it in rows of at most {_WIDEST}", check)
 
 
-def few_rows() -> Constraint:
-    """No more rows than their parts are worth."""
-
-    def check(query: Query) -> str | None:
-        rows = query.size(0, 0)
-        return None if rows <= MOST_ROWS else f"{rows} rows"
-
-    return Constraint(f"at most {MOST_ROWS} rows", check)
-
-
 def _pieces(split: int, rows: int, columns: int) -> list[Piece]:
     return [Piece((split, rows, columns), torch.float32)]
 
@@ -56,7 +46,7 @@ def workspace_of(tile: Tile) -> Callable[[Query], int]:
         columns, inner = (n.static for n in query.tensor(1).shape)
         # Fewer rows are fewer tiles, which more programs may share.
         split = split_of(tile, tile.programs(1, columns), inner)
-        return scratch_bytes(_pieces(split, query.size(0, 0), columns))
+        return scratch_bytes(_pieces(split, rows_of(query), columns))
 
     return needed
 

@@ -202,12 +202,15 @@ def test_launches_that_start_early_wait_before_they_read_what_others_write(token
     """
     found = experts(call_of(Case(tokens), "meta"))
     assert all(launch.is_early for launch in found)
+    names = [launch.function.fn.__name__ for launch in found]
+    assert names.index("experts_down") == names.index("experts_gate_up") + 1
     for launch in found:
         name = launch.function.fn.__name__
         behind = inspect.getsource(launch.function.fn).split('"""')[2]
         first = re.sub(r"\s*#.*", "", behind).lstrip()
         if name == "experts_down":
-            *_, before, after = behind.split("early.wait_for_last(EARLY)\n")
+            *parts, after = behind.split("early.wait_for_last(EARLY)\n")
+            before = "".join(parts)
             assert "= hidden +" in after
             assert not re.search(r"tl.load\(rows|hidden,|inputs|tl.store", before)
         else:

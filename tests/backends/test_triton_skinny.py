@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from torch_samples import fused
-from triton_groups import writing_group
+from triton_groups import as_op, group_data, writing_group
 from triton_products import EPILOGUES, STORED, gated, linear
 from triton_worker import (
     CARDS,
+    applies,
     check_compiles,
     check_interpreted,
     interpreted,
@@ -26,6 +27,7 @@ from metainfer.backends.triton.linear import SKINNY_TILES
 from metainfer.compiler.cost import CostModel
 from metainfer.hardware.load import load_machine
 from metainfer.ir.dtypes import BF16, parse_dtype
+from metainfer.ir.parser import parse_graph
 from metainfer.ir.types import tensor
 
 # Rows, columns, inner: one row in 8 parts; two tiles of rows, 4 parts, odd; more tiles than parts.
@@ -125,6 +127,17 @@ def test_epilogues_follow_the_last_part(
 ) -> None:
     op, data = fused(kind, (2, 3), bias, follows, attrs, "bf16", (21, 1100))
     check_interpreted(f"triton.{kind}_plain_few16", op, data)
+
+
+def test_a_residual_of_some_leading_dims_is_read_at_its_own_rows() -> None:
+    """What is read before the sums are there waits for where its row lies."""
+    graph = parse_graph("""graph g(%x: bf16[2,3,1100], %w: bf16[40,1100], %r: bf16[1,3,40]) {
+      %0 = linear(%x, %w) : bf16[2,3,40]
+      %1 = add(%0, %r) : bf16[2,3,40]
+      return %1
+    }""")
+    op = as_op(graph, "linear_add")
+    check_interpreted("triton.linear_add_plain_few16", op, group_data(op, 1))
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 1100), (70, 21, 72)], ids=str)
@@ -253,6 +266,17 @@ def test_turned_products_by_codes_compile_for_cards_that_are_not_here(
     kind, tile, weight, width, inner = case
     op, _ = writing_group(kind, 3, width, False, inner=inner, weight=weight)
     check_compiles(f"triton.{kind}_{tile}", op, {"T": 3})
+
+
+def test_heads_of_codes_are_for_units_that_take_them_in_order() -> None:
+    op, _ = writing_group(
+        "linear_rope_kv_write", 3, 64, False, inner=1024, weight="f8e4m3/128x128:f32"
+    )
+    op = replace(op, operands=(op.operands[0], replace(op.operands[1], name="@w"),
+                               *op.operands[2:]))  # fmt: skip
+    card = load_machine("8xpro6000").device(0)
+    reasons = applies("triton.linear_rope_kv_write_codes_head16", op, card, {"T": (1, 1)})
+    assert any("feature wgmma" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Products of few rows, added to and normed: by parts, on absent cards, captured on a GPU."""
 
+import ast
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from triton_worker import CARDS, applies, check_compiles, check_interpreted, che
 from metainfer.backends.kernel import Query
 from metainfer.backends.registry import installed
 from metainfer.backends.torch.call import TorchCall
+from metainfer.backends.triton.emit.epilogue import emit_epilogue, emit_row_epilogue
 from metainfer.backends.triton.fits import typed_call
 from metainfer.backends.triton.summed import KIND, MOST_ROWS
 from metainfer.ir.graph import Op
@@ -75,6 +77,44 @@ def test_what_they_leave_to_others() -> None:
                                      *given.operands[2:]))  # fmt: skip
     reasons = applies(f"triton.{KIND}_plain_head16", given, card, {"T": (1, 1)})
     assert any("is a weight" in why for why in reasons)
+
+
+@pytest.mark.parametrize(
+    "name", [f"{KIND}_plain_few16", "linear_add_plain_few16", "linear_add_plain_m16"]
+)
+def test_a_residual_with_gaps_is_refused(name: str) -> None:
+    """It is read as if it lay dense: what follows a product knows no strides."""
+    op, kernel = normed("bf16", 64, 512), installed().kernels.get(f"triton.{name}")
+    query = Query(op, CARDS["1xh200"], {"T": (1, 1)}, frozenset([2]))
+    reasons = [str(r) for r in replace(kernel, fits=None).refusals(query)]
+    assert any("operand 2 is a strided view" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("strided", [(), (2,)])
+@pytest.mark.parametrize("lead", ["T", "2,3"])
+def test_emitted_statements_read_what_was_made_before_them(
+    lead: str, strided: tuple[int, ...]
+) -> None:
+    """Also where reads were moved to the front: addresses and rows come before them."""
+    graph = parse_graph(f"""graph g(%x: bf16[{lead},72], %w: bf16[40,72],
+        %r: bf16[{"1,3" if "," in lead else lead},40], %n: bf16[40]) {{
+      %0 = linear(%x, %w) : bf16[{lead},40]
+      %1 = add(%0, %r) : bf16[{lead},40]
+      %2 = rms_norm(%1, %n) {{eps = 1e-5}} : bf16[{lead},40]
+      return %1, %2
+    }}""")
+    sums = replace(graph, ops=graph.ops[:2], outputs=graph.outputs[:1])
+    texts = [
+        emit_row_epilogue(graph, frozenset(strided)).text,
+        emit_epilogue(sums, frozenset(strided), reads_first=True).text,
+    ]
+    for function in (f for text in texts for f in ast.parse(text).body):
+        if isinstance(function, ast.FunctionDef):
+            made = {a.arg for a in function.args.args} | {"tl", "functions"}
+            for statement in function.body:
+                names = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+                assert {n.id for n in names if isinstance(n.ctx, ast.Load)} <= made
+                made |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
 
 
 @pytest.mark.parametrize("tile", ["few16", "head16", "deep64"])

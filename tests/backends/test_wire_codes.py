@@ -1,4 +1,4 @@
-"""Compressed collectives' codes: launches make the bytes that torch's operations make."""
+"""Compressed collectives' codes: launches make what torch's operations make."""
 
 import numpy as np
 import pytest

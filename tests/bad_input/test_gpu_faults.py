@@ -175,6 +175,7 @@ def test_what_the_compiler_raises_names_the_function() -> None:
 
     class Function:
         __name__ = "gemm"
+        arg_names = ()
 
         def __init__(self, error: Exception) -> None:
             self._error = error

@@ -41,7 +41,7 @@ _OWN = {"linear": 2, "experts": 6}
 _NOTHING: frozenset[int] = frozenset()
 # A read outside loops, and names of what is made on the way.
 _LOAD = re.compile(r"    \w+ = (tl\.load\(.*)")
-_MADE = re.compile(r"\b[vs]\d+\b")
+_MADE = re.compile(r"\b(?:[ipsv]\d+|r\d+_\d+)\b")
 
 
 @dataclass(frozen=True)

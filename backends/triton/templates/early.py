@@ -1,8 +1,9 @@
 """Starting before the launch in front has ended.
 
 A launch with EARLY set may find the launches in front of it still at work: until `wait` it reads
-only what no launch of a step writes: weights, the step's fields, tables. Every program has to wait
-before it ends: the next launch relies on it.
+only what no launch of a step writes: weights, the step's fields, tables; and, behind a launch that
+waits first (`wait_first`), what those in front of that one wrote. Every program has to wait before
+it ends: the next launch relies on it.
 """
 
 import triton

@@ -14,21 +14,22 @@ def tile_pairs(
 ):  # fmt: skip
     """A tile's expert (or -1), its first place, its pairs and which of them exist.
 
-    Direct tiles hold one pair each, the tile's number, and nothing was sorted.
+    Direct tiles hold one pair each, the tile's number, and nothing was sorted. What is read may
+    have been written since the program's processor last read it: it comes from the last cache.
     """
     row = tl.arange(0, ROWS)
     if DIRECT:
-        expert = tl.load(ids + tile).to(tl.int32)
+        expert = tl.load(ids + tile, cache_modifier=".cg").to(tl.int32)
         expert = tl.where(expert < E, expert, -1)
         place = tile
         there = row < 1
         pair = tile + row * 0
     else:
-        expert = tl.load(tiles + tile)
-        place = tl.load(tiles + LIMIT + tile)
-        there = row < tl.load(tiles + 2 * LIMIT + tile)
+        expert = tl.load(tiles + tile, cache_modifier=".cg")
+        place = tl.load(tiles + LIMIT + tile, cache_modifier=".cg")
+        there = row < tl.load(tiles + 2 * LIMIT + tile, cache_modifier=".cg")
         there = there & (expert >= 0)
-        pair = tl.load(order + place + row, mask=there, other=0)
+        pair = tl.load(order + place + row, mask=there, other=0, cache_modifier=".cg")
     return expert, place, pair, there
 
 

@@ -174,8 +174,7 @@ def gemm_skinny(
     """One tile [BM, BN] of y a program, or one of SPLIT parts of it.
 
     x [M, K]; y [M, N]; weight: pointers for ``step``; operands: what ``reads`` reads before there
-    are sums, and ``epilogue`` after it, beside the
-    float32 tile; partial [SPLIT, tiles, BM, BN]; arrived [tiles], zeros.
+    are sums, and ``epilogue`` behind them; partial [SPLIT, tiles, BM, BN]; arrived [tiles], zeros.
     """
     early.let_next(EARLY)
     tile, tile_m, tile_n, part = place(rows, columns, BM, BN, SPLIT)

@@ -30,10 +30,10 @@ def linear_route(
     part = share % SPLIT
     m_M, n_N = tile * BM + tl.arange(0, BM), share // SPLIT * BN + tl.arange(0, BN)
     first = part * tl.cdiv(inner, BK * SPLIT) * BK
-    head_NK = gemm_skinny.head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD, FORMAT)
+    head = gemm_skinny.head_of(weight, n_N, first, columns, inner, BK, SPLIT, HEAD, FORMAT)
     early.wait_for_last(EARLY)
     acc = gemm_skinny.sums(
-        x, weight, head_NK, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD
+        x, weight, head, m_M, n_N, first, rows, columns, inner, step, FORMAT, BK, SPLIT, HEAD
     )  # fmt: skip
     row = m_M[:, None].to(tl.int64)
     at = partial + ((tile * SPLIT + part) * BM + tl.arange(0, BM)[None, :]) * columns + n_N[:, None]
