@@ -273,7 +273,7 @@ def _summed(storage: Storage, tile: Tile, layouts: LayoutRegistry) -> Kernel:
     return replace(
         record, workspace=summed.workspace_of(tile), launches=2,
         effort=_effort(storage, tile, record.efficiency, partial(skinny.split_of, tile)),
-        fits=fits(made, record.layouts, layouts),
+        fits=_fits(skinny.launches(storage, tile), record.layouts, layouts),
     )  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def _turned(kind: str, storage: Storage, tile: Tile, layouts: LayoutRegistry) ->
     return replace(
         record, workspace=skinny.workspace_of(tile),
         effort=skinny.effort_of(tile, record.efficiency.compute), error=record.error + BF16_STEP,
-        fits=fits(made, record.layouts, layouts),
+        fits=_fits(skinny.launches(storage, tile), record.layouts, layouts),
     )  # fmt: skip
 
 
