@@ -9,6 +9,16 @@ from metainfer.hardware.device import Device
 from metainfer.ir.graph import Op
 
 
+def product_sizes(op: Op, env: Mapping[str, int]) -> tuple[int, int, int]:
+    """Rows, columns and inner size of the product that an op is or begins with.
+
+    What follows it may have other columns, or other dims.
+    """
+    rows = math.prod(op.operands[0].tensor.concrete(env)[:-1])
+    columns, inner = (n.static for n in op.operands[1].tensor.shape)
+    return rows, columns, inner
+
+
 @dataclass(frozen=True)
 class Pace:
     """What one program of a product does, and how fast.
@@ -37,9 +47,7 @@ class Pace:
         """
 
         def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
-            # Of the product itself: what follows it may have other columns, or other dims.
-            rows = math.prod(op.operands[0].tensor.concrete(env)[:-1])
-            columns, inner = (n.static for n in op.operands[1].tensor.shape)
+            rows, columns, inner = product_sizes(op, env)
             programs = -(-rows // self.rows) * -(-columns // self.columns)
             if programs == 0 or device.num_sms == 0:
                 return 1.0
@@ -85,9 +93,7 @@ class Wait:
         """
 
         def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
-            # Of the product itself: what follows it may have other columns, or other dims.
-            rows = math.prod(op.operands[0].tensor.concrete(env)[:-1])
-            columns, inner = (n.static for n in op.operands[1].tensor.shape)
+            rows, columns, inner = product_sizes(op, env)
             tiles = -(-rows // self.rows) * -(-columns // self.columns)
             if tiles == 0 or device.num_sms == 0:
                 return 1.0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from metainfer.backends.kernel import Constraint, Effort, Query
+from metainfer.backends.pace import product_sizes
 from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.codes import Codes
 from metainfer.backends.torch.tensors import BlockTensors
@@ -68,9 +69,7 @@ class Tile:
         """
 
         def factor(op: Op, device: Device, env: Mapping[str, int]) -> float:
-            # Of the product itself: what follows it may have other columns, or other dims.
-            rows = math.prod(op.operands[0].tensor.concrete(env)[:-1])
-            columns, inner = (n.static for n in op.operands[1].tensor.shape)
+            rows, columns, inner = product_sizes(op, env)
             tiles = self.programs(rows, columns)
             if tiles == 0 or device.num_sms == 0:
                 return 1.0
