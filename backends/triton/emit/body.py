@@ -35,10 +35,12 @@ from metainfer.backends.triton.emit.tiles import (
     Expr,
     Space,
     Store,
+    heads_of,
     needs_rows,
     power_of_two,
     rotary,
     row_width,
+    rows_of,
 )
 from metainfer.ir.dims import Dim, dim, product
 from metainfer.ir.dtypes import Block, Scalar
@@ -50,15 +52,8 @@ from metainfer.ir.views import VIEW_OPS
 COLUMN = "c0"  # name of the column axis of an epilogue's tile
 WIDEST = 32768  # columns of one tile
 CHUNK = 1024  # columns of a tile where no row is needed as a whole
-ELEMENTS = 1024  # of a tile with several rows
-TURNED_ELEMENTS = 4096  # the same where numbers are turned in pairs: two loads and stores of half
 _COMMENT_WIDTH = 88
 _STATEMENT_WIDTH = 84
-
-
-def _heads(lead: tuple[Dim, ...]) -> int:
-    """Rows of a token, where the rows of a tile begin with one."""
-    return product(n for n in lead if n.is_static).constant
 
 
 Handler = Callable[["Body", Op, int, tuple[Index, ...]], Expr]
@@ -105,7 +100,7 @@ class Body:
         self.is_chunked = not (needing or over_rows) and any(self._is_wide(s) for s in stores)
         self._widest = max((row_width(o) for o in needing), default=1)
         turned = [s.value.tensor.shape[:-1] for s in stores if self._is_turned(s)]
-        self._most_heads = max((_heads(lead) for lead in turned), default=0)
+        self._most_heads = max(map(heads_of, turned), default=0)
 
     def _is_wide(self, store: Store) -> bool:
         shape = store.value.tensor.shape
@@ -213,17 +208,10 @@ class Body:
                 return known
         whole = power_of_two(width.constant) if width.is_static else CHUNK
         columns = min(whole, CHUNK) if self.is_chunked else whole
-        space = Space(len(self.spaces), lead, width, self._rows(lead, columns), columns)
+        rows = rows_of(lead, max(columns, self._widest), self._most_heads)
+        space = Space(len(self.spaces), lead, width, rows, columns)
         self.spaces.append(space)
         return space
-
-    def _rows(self, lead: tuple[Dim, ...], columns: int) -> int:
-        """Rows of a tile; of heads that are turned, a program takes those of the same tokens."""
-        if not self._most_heads:
-            return max(1, ELEMENTS // max(columns, self._widest))
-        most = TURNED_ELEMENTS // max(columns, self._widest)
-        share = power_of_two(-(-_heads(lead) * most // self._most_heads))
-        return max(1, min(share, most))
 
     def _row_index(self, space: Space) -> tuple[Index, ...]:
         """Define a space's rows, and the index of each of their dims."""

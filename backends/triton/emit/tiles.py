@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from metainfer.backends.triton.emit.index import ROW
-from metainfer.ir.dims import Dim
+from metainfer.ir.dims import Dim, product
 from metainfer.ir.dtypes import F8E4M3, F32, Block, Scalar
 from metainfer.ir.entries import ENTRIES, LATENT, ROTARY
 from metainfer.ir.errors import Unsupported
@@ -14,6 +14,8 @@ from metainfer.ir.views import VIEW_OPS
 LARGEST_GROUP = 1024  # numbers of a row that share a scale
 # Ops that write entries of a paged state: the fields of their operands.
 WRITES: dict[str, tuple[str, ...]] = {"kv_write": ENTRIES, "latent_write": (LATENT, ROTARY)}
+_ELEMENTS = 1024  # of a tile with several rows
+_TURNED_ELEMENTS = 4096  # the same where numbers are turned in pairs: two loads and stores of half
 _WHOLE_ROWS = ("rms_norm", "layer_norm", "softmax", "argmax", "topk")
 
 
@@ -125,6 +127,25 @@ def group_of(rounding: Op) -> int:
         if width % group == 0 and power_of_two(group) == group <= LARGEST_GROUP:
             return group
     raise Unsupported(f"rounding of rows of {width} to {format_}", advice="another kernel takes it")
+
+
+def heads_of(lead: tuple[Dim, ...]) -> int:
+    """Rows of a token, where the rows of a tile begin with one."""
+    return product(n for n in lead if n.is_static).constant
+
+
+def rows_of(lead: tuple[Dim, ...], columns: int, most_heads: int) -> int:
+    """Rows of a tile; of heads that are turned, a program takes those of the same tokens.
+
+    Args:
+        lead: dims of the rows.
+        columns: of the tile, or of a wider one that its rows are read from.
+        most_heads: rows of a token of the results that are turned; 0 where none is.
+    """
+    if not most_heads:
+        return max(1, _ELEMENTS // columns)
+    most = _TURNED_ELEMENTS // columns
+    return max(1, min(power_of_two(-(-heads_of(lead) * most // most_heads)), most))
 
 
 def power_of_two(size: int) -> int:
