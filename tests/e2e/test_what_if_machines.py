@@ -24,9 +24,6 @@ from metainfer.models.decoder import decoder_spec
 from metainfer.models.qwen3_moe import config_235b
 from metainfer.models.spec import ModelSpec
 
-# CI's ten minutes have no room for them on a slow day.
-pytestmark = pytest.mark.thorough
-
 SPEC = decoder_spec("qwen3_moe_few", replace(config_235b, layers=2), dtype="bf16")
 DENSE = decoder_spec("few_dense", replace(config_235b, layers=2, experts=None), dtype="bf16")
 # What the compiler chooses for all layers; fixed, so that algorithms alone differ.
