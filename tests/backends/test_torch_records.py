@@ -2,13 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
-from torch_samples import KERNELS, RNG, build, floats, fused, paged, scalar, weight
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_samples import KERNELS, LAYOUTS, RNG, build, floats, fused, paged, scalar, weight
 
 from metainfer.backends.kernel import Kernel, Query, Registry, attr_is
 from metainfer.backends.layout import LayoutRegistry
 from metainfer.backends.torch.call import TorchBinder
-from metainfer.backends.torch.check import make_op
+from metainfer.backends.torch.check import make_call, make_op
 from metainfer.backends.torch.plain import LOAD_OPS
 from metainfer.backends.torch.records import register
 from metainfer.hardware.load import load_machine
@@ -209,6 +211,31 @@ def test_embedding_rounds_nothing_by_itself() -> None:
     assert texts("torch.embedding", op, CPU) == [
         "wanted result has the type of operand 1, found f32 from bf16"
     ]
+
+
+class _Counted(TorchDispatchMode):
+    """Counts operations that make or change tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.count += not (func.is_view or func.namespace != "aten")
+        return made
+
+
+def test_embedding_is_priced_with_all_its_launches() -> None:
+    """Rows of negative numbers are zeroed: on a GPU four launches, where the made kernel is one."""
+    ids = ("i32", np.array([3, -1, 0], np.int32))
+    op, data = build(("embedding", [ids, weight("bf16", 4, 8)], {"dtype": "bf16"}))
+    kernel = KERNELS.get("torch.embedding")
+    call = make_call(op, data, LAYOUTS, kernel.layouts, {}, "cpu", 0)
+    with _Counted() as seen:
+        kernel.binder.run(call)
+    assert seen.count == kernel.launches == KERNELS.get("cuda.embedding").launches
+    assert call.outputs[0][1].count_nonzero() == 0
 
 
 def test_an_absent_attribute_has_the_default_of_its_op() -> None:
