@@ -25,10 +25,12 @@ LATENT = 512  # numbers of a latent at most
 SMALLEST_LATENT = 16  # what a product adds up at least
 _ASSUMED_SMS = 132  # where tensors lie on no GPU: interpreted, or compiled for another machine
 PER_SM = 2  # programs of the split form that share a multiprocessor
-_COMBINED = 32  # pieces that attention_combine reads at once
-# Of a thread of the split form: two programs leave room for those of attention_combine. Tiles of
+_LEAST_COMBINED, _MOST_COMBINED = 4, 32  # pieces that attention_combine reads at once
+_COMBINED_BY_WARP = 1024  # numbers of pieces that a warp of it holds
+# Of a thread of the split form: two programs leave room for those of attention_combine, and hold
+# what they read ahead (160: 72 us for 66 at 64 sequences of 1,024 on an H200). Tiles of
 # more rows would spill.
-_SPLIT_REGISTERS, _FEW_ROWS = 160, 16
+_SPLIT_REGISTERS, _FEW_ROWS = 200, 16
 
 
 @dataclass(frozen=True)
@@ -249,15 +251,26 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
         "out_token": strides["out_token"], "out_head": strides["out_head"],
     }  # fmt: skip
     kept = ("HEADS", "QUERIES", "ROWS", "KEYS", "MANY", "E", "WINDOW", "SETTLED")
-    joining = {k: constants[k] for k in kept} | {"WIDE": power_above(width), "PARTS": _COMBINED}
+    parts, warps = _combined(programs, call.lengths.shape[0] * groups, power_above(width))
+    joining = {k: constants[k] for k in kept} | {"WIDE": power_above(width), "PARTS": parts}
     return [
         Launch(
             attention_split, (programs,), arguments, constants, tile.num_warps, tile.num_stages,
             _matrix(call),
             most_registers=_SPLIT_REGISTERS if tile.rows <= _FEW_ROWS and not call.rotary else 0,
         ),
-        Launch(attention_combine, (tokens * heads,), joined, joining, 4, 1),
+        Launch(attention_combine, (tokens * heads,), joined, joining, warps, 1),
     ]  # fmt: skip
+
+
+def _combined(programs: int, tiles: int, wide: int) -> tuple[int, int]:
+    """Pieces that `attention_combine` reads at once, and its warps.
+
+    As many pieces as a tile has where all are of one length. Small programs fit beside those of
+    the split form, all of them, and wait there for its end.
+    """
+    parts = min(max(power_above(programs // tiles + 1), _LEAST_COMBINED), _MOST_COMBINED)
+    return parts, min(max(parts * wide // _COMBINED_BY_WARP, 1), 4)
 
 
 def split_pieces(programs: int, rows: int, width: int) -> tuple[Piece, Piece]:

@@ -242,7 +242,7 @@ def test_launches_that_start_early_read_what_others_write_after_they_have_waited
             assert re.search(written, after)
 
 
-def test_two_programs_of_the_split_form_leave_registers_for_the_launch_behind() -> None:
+def test_two_programs_of_the_split_form_leave_registers_for_the_whole_launch_behind() -> None:
     op, card = symbolic((32, 8), 128, 64), CARDS["1xh200"]
     first, second = launches_of(
         installed().kernels.get("triton.attention_split"), op, card, DECODE, installed()
@@ -251,8 +251,22 @@ def test_two_programs_of_the_split_form_leave_registers_for_the_launch_behind() 
     assert taken.spilled_bytes == 0
     assert first.options_on(early=True)["maxnreg"] >= taken.registers
     assert "maxnreg" not in first.options_on(early=False)
-    threads = 32 * (PER_SM * first.num_warps * taken.registers)
-    assert threads + 4 * 32 * second.num_warps * wanted.registers <= 1 << 16
+    beside = -(-second.grid[0] // card.num_sms)
+    warps = PER_SM * first.num_warps * taken.registers, beside * second.num_warps * wanted.registers
+    assert 32 * sum(warps) <= 1 << 16
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 16, 64])
+def test_pieces_of_a_tile_are_read_at_once_where_lengths_are_alike(sequences: int) -> None:
+    op, card = symbolic((32, 8), 128, 64), CARDS["1xh200"]
+    env = {"T": sequences, "B": sequences, "P": 64}
+    first, second = launches_of(
+        installed().kernels.get("triton.attention_split"), op, card, env, installed()
+    )
+    blocks = 64 * 64 // first.constants["KEYS"]  # of one of 8 key heads of a sequence
+    part = -(-sequences * 8 * blocks // first.grid[0])
+    assert second.constants["PARTS"] >= min(-(-blocks // part), 32)
+    assert second.constants["PARTS"] * second.constants["WIDE"] <= 1024 * second.num_warps
 
 
 LARGE = {
