@@ -83,6 +83,7 @@ class Body:
         self.spaces: list[Space] = []
         self.axes: list[str] = []  # definitions of column axes, at the top
         self.lines: list[str] = []
+        self.has_loops = False
         self.views = Views(self.name_index, self.arguments.size)
         self._operands = {v.name: i for i, v in enumerate(graph.inputs)}
         self._producers = {v.name: (o, i) for o in graph.ops for i, v in enumerate(o.results)}
@@ -155,6 +156,7 @@ class Body:
     def loop(self, name: str, count: int) -> Iterator[None]:
         """Statements of a loop over ``count`` numbers."""
         self.emit(f"for {name} in range({count}):")
+        self.has_loops = True
         self._depth += 1
         self._memo.append({})
         yield

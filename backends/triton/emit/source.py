@@ -11,6 +11,7 @@ from typing import Any
 from metainfer.backends.triton.cross import cache_folder
 from metainfer.backends.triton.emit.body import Body
 from metainfer.backends.triton.emit.formulas import scalar
+from metainfer.backends.triton.emit.order import reads_first
 from metainfer.backends.triton.emit.rows import HANDLERS
 from metainfer.backends.triton.emit.tiles import WRITES, Space, Store
 from metainfer.ir.dtypes import F8E4M3, Block
@@ -99,6 +100,8 @@ def emit(
     for store in stores:
         body.store(store)
     lines = without_unused([f"    {line}" for line in body.axes] + body.lines)
+    if len(body.spaces) > 1 and not body.has_loops:
+        lines = reads_first(lines)
     parameters = tuple(p for p in parameters_of(graph, body) if is_used(p.name, lines))
     name = re.sub(r"\W", "_", graph.name) or "group"
     name = f"{name}_" if name[0].isdigit() else name
