@@ -36,11 +36,12 @@ from metainfer.backends.triton.emit.tiles import (
     Space,
     Store,
     heads_of,
+    is_turned,
     needs_rows,
     power_of_two,
     rotary,
-    row_width,
     rows_of,
+    widest_row,
 )
 from metainfer.ir.dims import Dim, dim, product
 from metainfer.ir.dtypes import Block, Scalar
@@ -96,23 +97,29 @@ class Body:
         self._halves: dict[int, tuple[Index, Index]] = {}  # width -> columns of both halves
         self._count = 0
         self._depth = 1
-        needing = [o for o in graph.ops if needs_rows(o)]
-        over_rows = any(s.needs_rows for s in stores)
-        self.is_chunked = not (needing or over_rows) and any(self._is_wide(s) for s in stores)
-        self._widest = max((row_width(o) for o in needing), default=1)
-        turned = [s.value.tensor.shape[:-1] for s in stores if self._is_turned(s)]
-        self._most_heads = max(map(heads_of, turned), default=0)
+        over_rows = any(s.needs_rows for s in stores) or any(map(needs_rows, graph.ops))
+        self.is_chunked = not over_rows and any(self._is_wide(s) for s in stores)
+        self._widest: dict[tuple[tuple[Dim, ...], Dim], int] = {}  # of the tiles behind a space's
+        for one in stores:
+            place, width = self._place(one), widest_row(one.value, self._producers)
+            self._widest[place] = max(self._widest.get(place, 1), width)
+        pairs = [] if self.is_chunked else [s for s in stores if is_turned(s, self._producers)]
+        self._most_heads = max((heads_of(s.value.tensor.shape[:-1]) for s in pairs), default=0)
+
+    def _place(self, store: Store) -> tuple[tuple[Dim, ...], Dim]:
+        """Dims of a result along the rows, and along the columns."""
+        shape = store.value.tensor.shape
+        tall = not shape or self._drops_rows(store.value)
+        return (shape, dim(1)) if tall else (shape[:-1], shape[-1])
 
     def _is_wide(self, store: Store) -> bool:
-        shape = store.value.tensor.shape
-        if not shape or self._drops_rows(store.value):
-            return False
-        return not shape[-1].is_static or shape[-1].constant > CHUNK
+        width = self._place(store)[1]
+        return not width.is_static or width.constant > CHUNK
 
     @property
     def elements(self) -> int:
         """Elements of the largest tile that a program holds at once."""
-        return max(s.rows * max(s.columns, self._widest) for s in self.spaces)
+        return max(s.rows * max(s.columns, s.widest) for s in self.spaces)
 
     # --- statements ------------------------------------------------------------------------------
 
@@ -200,18 +207,24 @@ class Body:
                 self.axes.append(f"{name}_in = {name} < {size}")
         return Index(name, frozenset([name]))
 
+    def is_whole(self, axis: Index, size: int) -> bool:
+        """Whether an index is the column axis over a whole dim."""
+        return not self.is_chunked and not axis.guards and axis.text == f"c{size}"
+
     def column_mask(self, axis: Index) -> str:
         """Condition of a column axis, "" where the tile ends with the dim."""
         return self._masks[axis.text]
 
-    def _space(self, lead: tuple[Dim, ...], width: Dim) -> Space:
+    def _space(self, place: tuple[tuple[Dim, ...], Dim]) -> Space:
+        lead, width = place
         for known in self.spaces:
             if (known.lead, known.width) == (lead, width):
                 return known
         whole = power_of_two(width.constant) if width.is_static else CHUNK
         columns = min(whole, CHUNK) if self.is_chunked else whole
-        rows = rows_of(lead, max(columns, self._widest), self._most_heads)
-        space = Space(len(self.spaces), lead, width, rows, columns)
+        widest = self._widest[place]
+        rows = rows_of(lead, max(columns, widest), self._most_heads)
+        space = Space(len(self.spaces), lead, width, rows, columns, widest)
         self.spaces.append(space)
         return space
 
@@ -436,10 +449,8 @@ class Body:
 
     def store(self, store: Store) -> None:
         """Compute a value and store it."""
-        shape = store.value.tensor.shape
-        tall = not shape or self._drops_rows(store.value)
-        space = self._space(shape, dim(1)) if tall else self._space(shape[:-1], shape[-1])
-        lead = self._row_index(space)
+        space = self._space(self._place(store))
+        lead, tall = self._row_index(space), len(space.lead) == store.value.tensor.rank
         for column in self._store_columns(store, space):
             self._store_part(store, space, lead if tall else (*lead, column), column)
 
@@ -449,7 +460,7 @@ class Body:
             size = self.arguments.size(space.width)
             name = f"c{size.removeprefix('size_')}"
             return (self._columns(name, size, space.columns, chunk=True),)
-        if self._is_turned(store):
+        if is_turned(store, self._producers):
             return self._split(space.width.static)
         return (self.whole(space.width),)
 
@@ -470,18 +481,6 @@ class Body:
         self.emit(f"tl.store({store.target} + {offset}, {text}, mask={condition})")
 
     # --- halves of rows -----------------------------------------------------------------------
-
-    def _is_turned(self, store: Store) -> bool:
-        """Whether a result's rows are pairs of numbers, one of each half, turned together.
-
-        Both halves of a tile are then read once, in order: a tile of whole rows would read the
-        partner of each number for itself, from another place of the row.
-        """
-        made = self._producers.get(store.value.name)
-        if made is None or made[0].name != "rope" or store.needs_rows or self.is_chunked:
-            return False
-        attrs, width = rotary(made[0])
-        return not attrs["interleaved"] and width == store.value.tensor.shape[-1].static
 
     def _split(self, width: int) -> tuple[Index, Index]:
         """Columns of both halves of rows of a width."""

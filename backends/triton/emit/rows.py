@@ -335,6 +335,8 @@ def rope(body: Body, op: Op, result: int, index: tuple[Index, ...]) -> Expr:
     halves = body.halves(width)
     if halves is not None and place in halves and width == head and not interleaved:
         return _turned_half(body, op, index, row, halves)
+    if interleaved and width == head and body.is_whole(place, head):
+        return _turned_pairs(body, op, index, row)
     if interleaved:
         is_first, pair = f"{place.text} % 2 == 0", f"({place.text} // 2) % {half}"
         other = f"{place.text} ^ 1"
@@ -371,6 +373,22 @@ def _turned_half(
     if index[-1] != lower:
         text = f"{second.text} * {cos.text} + {first.text} * {sin.text}"
     return body.finish(op.result, text, joined(first.axes, second.axes, cos.axes))
+
+
+def _turned_pairs(body: Body, op: Op, index: tuple[Index, ...], row: Index) -> Expr:
+    """Turned rows whose pairs stand side by side: each takes its partner from the registers."""
+    table, place = body.table(op), index[-1]
+    tile = _spread(body, body.value(op.operands[0], index), place)
+    column = body.whole(dim(op.result.tensor.shape[-1].static // 2))
+    at = Index(f"{row.text} + {column.text}", joined(row.axes, column.axes))
+    parts = [_table_part(body, f"{kind}{table}", at) for kind in ("cos", "sin")]
+    body.comment(op)
+    axes = row.axes | place.axes
+    cos, sin = (body.assign(f"functions.twice({part.text})", axes) for part in parts)
+    second = body.assign(f"functions.partners({tile.text})", tile.axes)
+    signed = f"tl.where({place.text} % 2 == 0, -{second.text}, {second.text})"
+    text = f"{tile.text} * {cos.text} + {signed} * {sin.text}"
+    return body.finish(op.result, text, joined(tile.axes, axes))
 
 
 def _table_part(body: Body, pointer: str, at: Index) -> Expr:

@@ -1,5 +1,6 @@
 """The nouns of an emitted group: tiles, what is stored from them, arguments beside operands."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from metainfer.backends.triton.emit.index import ROW
@@ -15,7 +16,9 @@ LARGEST_GROUP = 1024  # numbers of a row that share a scale
 # Ops that write entries of a paged state: the fields of their operands.
 WRITES: dict[str, tuple[str, ...]] = {"kv_write": ENTRIES, "latent_write": (LATENT, ROTARY)}
 _ELEMENTS = 1024  # of a tile with several rows
-_TURNED_ELEMENTS = 4096  # the same where numbers are turned in pairs: two loads and stores of half
+# The same where the halves of rows are turned: of 1,024 to 8,192 the best compromise for 1 to
+# 16,384 tokens of Llama-3.1-8B and Qwen3-30B-A3B (H200, 2026-11-30).
+_TURNED_ELEMENTS = 2048
 _WHOLE_ROWS = ("rms_norm", "layer_norm", "softmax", "argmax", "topk")
 
 
@@ -37,6 +40,7 @@ class Space:
         width: dim along the columns.
         rows: rows of a tile.
         columns: columns of a tile.
+        widest: columns of the widest tile that its numbers are computed from, if more.
     """
 
     number: int
@@ -44,6 +48,7 @@ class Space:
     width: Dim
     rows: int
     columns: int
+    widest: int = 1
 
     @property
     def row(self) -> str:
@@ -153,10 +158,37 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def is_turned(store: Store, producers: Mapping[str, tuple[Op, int]]) -> bool:
+    """Whether a result's rows are pairs of numbers, one of each half, turned together.
+
+    Both halves of a tile are then read once, in order: a tile of whole rows would read the partner
+    of each number for itself, from another place of the row.
+    """
+    made = producers.get(store.value.name)
+    if made is None or made[0].name != "rope" or store.needs_rows:
+        return False
+    attrs, width = rotary(made[0])
+    return not attrs["interleaved"] and width == store.value.tensor.shape[-1].static
+
+
 def row_width(op: Op) -> int:
     """Columns of a tile over the rows that an op reads, 1 where they are symbolic."""
     size = op.operands[0].tensor.shape[-1]
     return power_of_two(size.constant) if size.is_static else 1
+
+
+def widest_row(value: Value, producers: Mapping[str, tuple[Op, int]]) -> int:
+    """Columns of the widest tile among those that a value is computed from, 1 if of none."""
+    found, seen, left = 1, set[str](), [value]
+    while left:
+        name = left.pop().name
+        if name in seen or name not in producers:
+            continue
+        seen.add(name)
+        op = producers[name][0]
+        found = max(found, row_width(op) if needs_rows(op) else 1)
+        left += op.operands
+    return found
 
 
 def needs_rows(op: Op) -> bool:
