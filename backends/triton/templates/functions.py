@@ -21,19 +21,6 @@ def silu(x):
 
 
 @triton.jit
-def partners(x):
-    """Numbers 1, 0, 3, 2, ... of each row [R, C]."""
-    first, second = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    return tl.reshape(tl.join(second, first), [x.shape[0], x.shape[1]])
-
-
-@triton.jit
-def twice(x):
-    """Each number of a row two times, side by side: [R, C] -> [R, 2 C]."""
-    return tl.reshape(tl.join(x, x), [x.shape[0], 2 * x.shape[1]])
-
-
-@triton.jit
 def gelu_erf(x):
     """Gaussian error linear unit, exact."""
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -83,3 +70,16 @@ def ranked(x):
 def unranked(rank):
     """The floats of such whole numbers."""
     return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def partners(x):
+    """Numbers 1, 0, 3, 2, ... of each row [R, C]."""
+    first, second = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return tl.reshape(tl.join(second, first), [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def twice(x):
+    """Each number of a row two times, side by side: [R, C] -> [R, 2 C]."""
+    return tl.reshape(tl.join(x, x), [x.shape[0], 2 * x.shape[1]])
