@@ -24,7 +24,8 @@ _OF_FORMAT = ("operand ",)
 _TEMPLATES = "metainfer.backends.triton.templates"
 _EMITTED = "metainfer.backends.triton.emit"
 _LAUNCHING = tuple(
-    f"metainfer.backends.triton.{name}" for name in ("attention", "experts", "gated")
+    f"metainfer.backends.triton.{name}"
+    for name in ("attention", "attention_warpgroups", "experts", "gated")
 )
 
 

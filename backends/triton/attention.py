@@ -195,11 +195,11 @@ def prefill(call: Attention, tile: Tile | None = None) -> list[Launch]:
 
     check(call)
     tile = tile or prefill_tile(call)
-    groups = _groups(call, tile)
+    groups = groups_of(call, tile)
     arguments = {
         "q": call.q, **_second(call), "out": call.out, "starts": call.starts,
         "lengths": call.lengths, "table": call.pages, "T": call.q.shape[0],
-        "B": call.lengths.shape[0], "groups": groups, "factor": _factor(call), **_strides(call),
+        "B": call.lengths.shape[0], "groups": groups, "factor": factor_of(call), **strides_of(call),
         **_stored(call, words=False),
     }  # fmt: skip
     return [
@@ -210,7 +210,7 @@ def prefill(call: Attention, tile: Tile | None = None) -> list[Launch]:
             _constants(call, tile),
             tile.num_warps,
             tile.num_stages,
-            _matrix(call),
+            matrix_of(call),
         )
     ]
 
@@ -234,16 +234,16 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
     tile = tile or split_tile(call)
     programs = programs or _programs(call, tile)
     constants = {**_constants(call, tile), "SETTLED": call.is_settled}
-    groups = _groups(call, tile)
+    groups = groups_of(call, tile)
     heads, tokens, width = call.q.shape[1], call.q.shape[0], call.width
     pieces, stats = carve(call.workspace, split_pieces(programs, tile.rows, width), call.q.device)
-    strides = _strides(call)
+    strides = strides_of(call)
     shared = {
         "pieces": pieces, "stats": stats, "out": call.out, "starts": call.starts,
         "lengths": call.lengths, "B": call.lengths.shape[0], "groups": groups,
     }  # fmt: skip
     arguments = {
-        **shared, "q": call.q, **_second(call), "table": call.pages, "factor": _factor(call),
+        **shared, "q": call.q, **_second(call), "table": call.pages, "factor": factor_of(call),
         **strides, **_stored(call, words=not call.rotary),
     }  # fmt: skip
     joined = {
@@ -256,7 +256,7 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
     return [
         Launch(
             attention_split, (programs,), arguments, constants, tile.num_warps, tile.num_stages,
-            _matrix(call),
+            matrix_of(call),
             most_registers=_SPLIT_REGISTERS if tile.rows <= _FEW_ROWS and not call.rotary else 0,
         ),
         Launch(attention_combine, (tokens * heads,), joined, joining, warps, 1),
@@ -351,7 +351,8 @@ def _second(call: Attention) -> dict[str, Any]:
     return {"q_rope": q, "rope_token": q.stride(0), "rope_head": q.stride(1)}
 
 
-def _strides(call: Attention) -> dict[str, int]:
+def strides_of(call: Attention) -> dict[str, int]:
+    """Distances in queries, results and the table, in elements."""
     return {
         "q_token": call.q.stride(0), "q_head": call.q.stride(1),
         "out_token": call.out.stride(0), "out_head": call.out.stride(1),
@@ -359,11 +360,13 @@ def _strides(call: Attention) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _factor(call: Attention) -> float:
+def factor_of(call: Attention) -> float:
+    """What takes scores to units of log2."""
     return (call.scale or call.q.shape[2] ** -0.5) * LOG2_E
 
 
-def _groups(call: Attention, tile: Tile) -> int:
+def groups_of(call: Attention, tile: Tile) -> int:
+    """Groups of heads that go through a tile together."""
     return call.q.shape[1] // call.heads(tile.rows)
 
 
@@ -382,11 +385,12 @@ def _programs(call: Attention, tile: Tile) -> int:
     if call.workspace is not None:
         each = scratch_bytes(split_pieces(1, tile.rows, call.width))
         most = min(most, call.workspace.numel() // each)
-    blocks = _tiles(call, tile) * _groups(call, tile) * -(-longest // tile.keys)
+    blocks = _tiles(call, tile) * groups_of(call, tile) * -(-longest // tile.keys)
     return max(min(blocks, most), 1)
 
 
-def _matrix(call: Attention) -> str:
+def matrix_of(call: Attention) -> str:
+    """Operand type of its products."""
     return "f16" if call.q.dtype == torch.float16 or call.v_scales is not None else "bf16"
 
 

@@ -216,6 +216,9 @@ def _type_of(value: Argument) -> Any:
         return tuple(_type_of(v) for v in value)
     if isinstance(value, torch.Tensor):
         return _TYPES[value.dtype]
+    if hasattr(value, "block_shape"):
+        # A tensor described for the copy engine, the layout of its boxes in shared memory with it.
+        return f"tensordesc<{_TYPES[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):
@@ -227,10 +230,9 @@ def _compiled(
     launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any
 ) -> Resources:
     import triton
-    from triton.compiler import ASTSource
 
-    target = target_of(device)
-    source = ASTSource(launch.function, signature, constants, attrs)
+    target, kind = target_of(device), _source_kind(launch)
+    source = kind(launch.function, signature, constants, attrs)
     options = launch.options_on(early=device.has(EARLY))
     try:
         made = triton.compile(source, target=target, options=options)
@@ -249,6 +251,17 @@ def _compiled(
         code = made.asm["amdgcn"]
         registers, spilled = _amd_registers(code)
     return Resources(shared, registers, spilled, tuple(sorted(set(_MATRIX.findall(code)))))
+
+
+def _source_kind(launch: Launch) -> Any:
+    """What Triton compiles: a function of its own language, or of Gluon."""
+    if launch.function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def _assembled(ptx: str, arch: int) -> tuple[int, int]:

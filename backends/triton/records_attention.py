@@ -27,6 +27,7 @@ from metainfer.backends.triton.attention import (
     split_pieces,
     split_rows,
 )
+from metainfer.backends.triton.attention_warpgroups import ROWS, STAGES, warpgroups
 from metainfer.backends.triton.fits import fits
 from metainfer.backends.triton.launch import Launch, TritonBinder
 from metainfer.backends.triton.scratch import scratch_bytes
@@ -48,6 +49,12 @@ PREFILL = Efficiency(
 PAGED = Efficiency(
     0.5, 0.59, source="H200, benchmarks/gpu/attention.py, 2026-11-30; memory assumed"
 )  # fmt: skip
+# The same by warpgroups: 518 TFLOP/s over pages of 64, 340 of heads of 64. Pages of 16 go, too, at
+# 487: asking for larger ones has the plan's pages raised.
+WARPGROUPS = Efficiency(
+    0.5, 0.75, source="H200, benchmarks/gpu/attention.py, torch 2.11, triton 3.6, 2026-11-30; "
+    "memory assumed",
+)  # fmt: skip
 # H200, 64 sequences of 1,024 tokens: 75.2 us in two launches, 62.0 by the bandwidth.
 SPLIT = Efficiency(
     0.82, 0.25, source="H200, kernels of a decode step, 2026-11-30; compute assumed"
@@ -55,7 +62,7 @@ SPLIT = Efficiency(
 
 
 def register_attention(kernels: Registry, layouts: LayoutRegistry) -> None:
-    """Add the forms: for many new tokens, the same where pages hold whole blocks, for few."""
+    """Add the forms: three for many new tokens, by what cards and pages allow, one for few."""
     kernels.add(_kernel("prefill", PREFILL, _prefill, layouts, launches=1, effort=_prefill_effort))
     kernels.add(
         _kernel(
@@ -65,6 +72,19 @@ def register_attention(kernels: Registry, layouts: LayoutRegistry) -> None:
                 head_widths(1, _WIDEST_PAGED),
                 page_is_power(1, PAGED_TILE.keys),
                 state_is_plain(1),
+            ),
+        )
+    )  # fmt: skip
+    kernels.add(
+        _kernel(
+            "warpgroups", WARPGROUPS, _warpgroups, layouts, launches=1, effort=_warpgroups_effort,
+            requires=(
+                feature("wgmma"),
+                widths_are(1),
+                page_is_power(1, PAGED_TILE.keys),
+                state_is_plain(1),
+                attr_is("window", 0),
+                attr_is("softcap", 0.0),
             ),
         )
     )  # fmt: skip
@@ -82,6 +102,10 @@ def _prefill(call: TorchCall) -> list[Launch]:
 
 def _prefill_paged(call: TorchCall) -> list[Launch]:
     return prefill(of_call(call), PAGED_TILE)
+
+
+def _warpgroups(call: TorchCall) -> list[Launch]:
+    return warpgroups(of_call(call))
 
 
 def _split(call: TorchCall) -> list[Launch]:
@@ -156,6 +180,28 @@ def state_is_plain(state_operand: int) -> Constraint:
     return Constraint("keys and values are plain numbers", check)
 
 
+def widths_are(state_operand: int) -> Constraint:
+    """Keys and values are of one width, one of those that warpgroups take."""
+
+    def check(query: Query) -> str | None:
+        state = query.op.operands[state_operand].state
+        widths = [state.field_type(name).shape[-1].static for name in ("k", "v")]
+        fine = widths[0] == widths[1] and widths[0] in STAGES
+        return None if fine else " and ".join(map(str, widths))
+
+    return Constraint(f"keys and values both {' or '.join(map(str, STAGES))} wide", check)
+
+
+def attr_is(name: str, wanted: float) -> Constraint:
+    """An attribute has one value."""
+
+    def check(query: Query) -> str | None:
+        found = query.op.attr.get(name, wanted)
+        return None if found == wanted else f"{found}"
+
+    return Constraint(f"{name} = {wanted:g}", check)
+
+
 def attr_not_negative(name: str) -> Constraint:
     """An attribute is no negative number."""
 
@@ -191,6 +237,10 @@ def _prefill_effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
 
 def _paged_effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
     return _effort_of(op, device, env, PAGED_TILE.rows, PAGED_TILE.per_sm)
+
+
+def _warpgroups_effort(op: Op, device: Device, env: Mapping[str, int]) -> float:
+    return _effort_of(op, device, env, ROWS, 1)
 
 
 def _effort_of(

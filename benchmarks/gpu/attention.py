@@ -1,6 +1,6 @@
 """Speed of the Triton paged attentions on this GPU, beside rooflines and torch's flash attention.
 
-    python benchmarks/gpu/attention.py                  # both forms where they apply
+    python benchmarks/gpu/attention.py                  # all forms where they apply
     python benchmarks/gpu/attention.py --only decode --sweep
 
 Random data; each case on several pools of pages, so that no call finds its keys in the cache.
@@ -10,6 +10,7 @@ torch's kernel reads keys that lie dense, one tensor for each sequence: it pays 
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from timing import Row, announce, captured_us, ceilings, run_all
@@ -24,6 +25,8 @@ from metainfer.backends.triton.attention import (
     split,
     split_tile,
 )
+from metainfer.backends.triton.attention_warpgroups import KEYS, ROWS, STAGES, warpgroups
+from metainfer.backends.triton.launch import Launch
 
 L2_BYTES = 60 << 20
 FEW_TOKENS = 16  # new ones of a sequence up to which the split form is tried
@@ -155,23 +158,32 @@ def tiles_of(case: Case, call: Attention, form: str, sweep: bool) -> Iterator[Ti
                     yield tile
 
 
-def rows_of(case: Case, sweep: bool) -> Iterator[Row]:
-    calls = calls_of(case)
+def forms_of(
+    case: Case, call: Attention, sweep: bool
+) -> Iterator[tuple[str, Callable[[Attention], list[Launch]]]]:
+    """What to measure: a name, and the launches of a call."""
     forms = ["split"] if case.new <= 64 else []
     forms += ["prefill"] if case.new > FEW_TOKENS else []
     for form in forms:
-        for tile in tiles_of(case, calls[0], form, sweep):
+        for tile in tiles_of(case, call, form, sweep):
             what = f"{form} {tile.rows}x{tile.keys} {tile.num_warps}w {tile.num_stages}s"
             what += f" {tile.per_sm}/sm" if form == "split" else ""
-            build = prefill if form == "prefill" else split
-            try:
-                us = captured_us([run_all(build(call, tile)) for call in calls])
-            except Exception as error:  # Triton has its own for code that does not fit
-                print(f"{case.name:34s} {what:34s} {str(error).splitlines()[:1]}")
-                continue
-            off = wrong_by(calls[-1], case)
-            yield Row(case.name, what + ("" if off < 0.02 else f" WRONG {off:.3f}"),
-                      us, case.moved, case.flops)  # fmt: skip
+            yield what, partial(prefill if form == "prefill" else split, tile=tile)
+    if "prefill" in forms and case.width in STAGES and not case.window:
+        yield f"warpgroups {ROWS}x{KEYS}", warpgroups
+
+
+def rows_of(case: Case, sweep: bool) -> Iterator[Row]:
+    calls = calls_of(case)
+    for what, build in forms_of(case, calls[0], sweep):
+        try:
+            us = captured_us([run_all(build(call)) for call in calls])
+        except Exception as error:  # Triton has its own for code that does not fit
+            print(f"{case.name:34s} {what:34s} {str(error).splitlines()[:1]}")
+            continue
+        off = wrong_by(calls[-1], case)
+        yield Row(case.name, what + ("" if off < 0.02 else f" WRONG {off:.3f}"),
+                  us, case.moved, case.flops)  # fmt: skip
     peers = [flash(call, case) for call in calls]
     if peers[0] is not None:
         us = captured_us([p for p in peers if p is not None])

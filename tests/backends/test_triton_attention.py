@@ -20,6 +20,7 @@ from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.check import make_op, run_kernel, run_reference
 from metainfer.backends.torch.tensors import to_torch
 from metainfer.backends.triton.attention import PER_SM, Tile, of_call, prefill, split
+from metainfer.backends.triton.attention_warpgroups import warpgroups
 from metainfer.backends.triton.cross import faults_of, resources_of
 from metainfer.backends.triton.records_attention import BF16_STEP
 from metainfer.compiler.cost import CostModel
@@ -38,6 +39,7 @@ from metainfer.passes.target import Report, Target
 
 FORMS = ("triton.attention_prefill", "triton.attention_split")
 PAGED = "triton.attention_prefill_paged"
+WARPGROUPS = "triton.attention_warpgroups"
 CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
@@ -149,6 +151,53 @@ def test_blocks_of_whole_pages_fit_where_there_are_warpgroups() -> None:
     assert applies(PAGED, op, CARDS["8xpcie"], limits)[0].startswith("wanted feature wgmma")
 
 
+@pytest.mark.parametrize(("width", "page"), [(128, 64), (64, 128)])
+def test_warpgroups_fit_where_there_are_such(width: int, page: int) -> None:
+    op, card = symbolic((32, 8), width, page), CARDS["1xh200"]
+    (launch,) = launches_of(installed().kernels.get(WARPGROUPS), op, card, PREFILL, installed())
+    found = resources_of(launch, card)
+    assert faults_of(found, launch, card) == []
+    assert all(i.startswith("wgmma") for i in found.matrix)
+    # The registers that three warpgroups begin with, before one leaves its own to the others.
+    assert 3 * 128 * found.registers <= 65536
+    limits = {k: (1, n) for k, n in PREFILL.items()}
+    assert applies(WARPGROUPS, op, CARDS["8xpcie"], limits)[0].startswith("wanted feature wgmma")
+
+
+def test_two_tiles_a_program_where_one_by_one_takes_as_many_turns() -> None:
+    op, card, backends = symbolic((32, 8), 128, 64), CARDS["1xh200"], installed()
+    for env, tiles, programs in (
+        # Tiles are 32 tokens of one of 8 key heads; each sequence may leave one partly filled.
+        (PREFILL, 2, (16384 // 64 + 8 + 1) * 8),
+        ({"T": 1024, "B": 1, "P": 16}, 2, (1024 // 64 + 1 + 1) * 8),
+        # All at once, one by one: no pair of them is done as early.
+        ({"T": 512, "B": 1, "P": 136}, 1, (512 // 32 + 1 + 1) * 8),
+        ({"T": 1, "B": 1, "P": 16}, 1, (1 + 1) * 8),
+    ):
+        (launch,) = launches_of(backends.kernels.get(WARPGROUPS), op, card, env, backends)
+        assert (launch.constants["TILES"], launch.grid) == (tiles, (programs,))
+
+
+@pytest.mark.parametrize(
+    ("width", "page", "attrs", "words"),
+    [
+        (96, 64, {}, "keys and values both 64 or 128 wide, found 96 and 96"),
+        (64, 32, {}, "page size is a power of two >= 64, found 32"),
+        (64, 64, {"window": 9}, "window = 0, found 9"),
+        (64, 64, {"softcap": 2.0}, "softcap = 0, found 2.0"),
+        (64, 64, {"dtype": str(KV_FP8)}, "keys and values are plain numbers, found codes"),
+    ],
+)
+def test_what_warpgroups_refuse(width: int, page: int, attrs: dict[str, Any], words: str) -> None:
+    assert words in " ".join(refused(WARPGROUPS, symbolic((4, 2), width, page, **attrs)))
+
+
+def test_the_interpreter_knows_no_warpgroups() -> None:
+    op, data = attention_op(MIXED)
+    with pytest.raises(Unsupported, match="interpreter does not know Gluon"):
+        interpreted(run_named, WARPGROUPS, op, data, {})
+
+
 @pytest.mark.parametrize(
     ("width", "page", "dtype", "words"),
     [
@@ -168,7 +217,7 @@ def cheapest(
     model = CostModel(backends.layouts)
     names = [*FORMS, "cuda.attention_paged"]
     if page >= 64 and CARDS[card].has("wgmma"):
-        names.append(PAGED)
+        names += [PAGED, WARPGROUPS]
     kernels = [backends.kernels.get(n) for n in names]
     costs = [model.kernel(k, op, CARDS[card], env).seconds for k in kernels]
     return names[int(np.argmin(costs))]
@@ -179,8 +228,8 @@ def test_the_cost_picks_the_form(card: str) -> None:
     assert cheapest(DECODE, card) == "triton.attention_split"
     assert cheapest({"T": 1, "B": 1, "P": 64}, card, (8, 1)) == "triton.attention_split"
     assert cheapest(PREFILL, card) == "triton.attention_prefill"
-    has_warpgroups = CARDS[card].has("wgmma")
-    assert (cheapest(PREFILL, card, page=64) == PAGED) == has_warpgroups
+    wanted = WARPGROUPS if CARDS[card].has("wgmma") else "triton.attention_prefill"
+    assert cheapest(PREFILL, card, page=64) == wanted
 
 
 @pytest.mark.parametrize(
@@ -206,6 +255,12 @@ def test_what_the_launchers_refuse() -> None:
         split(replace(call, q=call.q[..., :60]))
     with pytest.raises(Unsupported, match="rows of q have gaps"):
         prefill(replace(call, q=torch.empty(9, 4, 128, dtype=torch.bfloat16)[..., ::2]))
+    with pytest.raises(Unsupported, match="by warpgroups of heads of 64 and 32"):
+        warpgroups(replace(call, v=call.v[..., :32]))
+    with pytest.raises(Unsupported, match="with a window"):
+        warpgroups(replace(call, window=5))
+    with pytest.raises(Unsupported, match="pages of keys have gaps"):
+        warpgroups(replace(call, k=torch.cat([call.k, call.k], -1)[..., :64]))
     with pytest.raises(PlanError, match="bytes of scratch"):
         split(replace(call, workspace=torch.empty(64, dtype=torch.uint8)))
 
@@ -274,6 +329,11 @@ LARGE = {
     "8 heads": Case((4000, 33), (1, 1), heads=(8, 1), widths=(128, 128), padding=(6, 6)),
     "prefill": Case((700, 512, 300), (700, 200, 1), heads=(16, 4), widths=(128, 128)),
     "pages of 64": Case((700, 512, 5), (700, 200, 5), heads=(6, 2), widths=(128, 128), page=64),
+    "odd tiles": Case((5, 129, 700), (5, 129, 560), heads=(8, 2), widths=(64, 64), page=128),
+    "pairs of tiles": Case((800, 290), (700, 290), heads=(32, 8), widths=(64, 64), page=64),
+    "one sequence": Case((900,), (900,), (32, 8), (128, 128), page=64, padding=(0, 0)),
+    "f16": Case((700, 40), (600, 40), heads=(8, 4), page=64, dtype="f16"),
+    "large pages": Case((700, 3), (640, 1), heads=(4, 4), widths=(128, 128), page=256),
     "window": Case((900, 512), (300, 512), heads=(9, 3), window=128),
     "96": Case((333, 512), (100, 512), heads=(8, 8), widths=(96, 96), page=32, dtype="f16"),
     "192 and 128": Case((300, 77), (300, 1), heads=(4, 2), widths=(192, 128)),
@@ -282,7 +342,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("case", LARGE)
-@pytest.mark.parametrize("name", [*FORMS, PAGED])
+@pytest.mark.parametrize("name", [*FORMS, PAGED, WARPGROUPS])
 @pytest.mark.parametrize("mark", [pytest.param("", marks=CUDA)])
 def test_on_a_gpu(name: str, case: str, mark: str) -> None:
     backends, (op, data) = installed(), attention_op(LARGE[case])
