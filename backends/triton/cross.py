@@ -226,16 +226,23 @@ def _type_of(value: Argument) -> Any:
     return "fp32"
 
 
-def _compiled(
-    launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any
-) -> Resources:
+def assembly_of(launch: Launch, device: Device) -> str:
+    """The assembly that a launch becomes for a device.
+
+    Raises: Unsupported if Triton refuses the code, or knows no such device.
+    """
+    made = _made(launch, device, *_specialised(launch, device))
+    return str(made.asm["ptx" if target_of(device).backend == "cuda" else "amdgcn"])
+
+
+def _made(launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any) -> Any:
     import triton
 
     target, kind = target_of(device), _source_kind(launch)
     source = kind(launch.function, signature, constants, attrs)
     options = launch.options_on(early=device.has(EARLY))
     try:
-        made = triton.compile(source, target=target, options=options)
+        return triton.compile(source, target=target, options=options)
     except Exception as error:  # Triton's passes raise whatever they like
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise Unsupported(
@@ -243,6 +250,12 @@ def _compiled(
             text="\n".join(lines[-3:]),
             advice="another tile or kernel may fit; --forbid the one named",
         ) from error
+
+
+def _compiled(
+    launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any
+) -> Resources:
+    made, target = _made(launch, device, signature, constants, attrs), target_of(device)
     shared = int(made.metadata.shared)
     if target.backend == "cuda":
         code = made.asm["ptx"]

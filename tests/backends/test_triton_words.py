@@ -1,5 +1,6 @@
 """Codes in the order of matrix instructions: packed and unpacked, widened number by number."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from triton_experts import Case, experts_op
 from triton_products import STORED, linear
-from triton_words import widen
-from triton_worker import CARDS, check_interpreted, interpreted, refused
+from triton_words import by_fours, widen
+from triton_worker import CARDS, check_interpreted, compare, interpreted, refused, run_named
 
+from metainfer.backends.kernel import Query
 from metainfer.backends.registry import installed
+from metainfer.backends.torch.check import run_reference
 from metainfer.backends.triton import widened, words
+from metainfer.backends.triton.cross import assembly_of
+from metainfer.backends.triton.fits import typed_call
 from metainfer.ir.dtypes import Block, BlockArray, DType, parse_dtype, quantize
 from metainfer.ir.errors import PlanError
 from metainfer.ir.types import tensor
@@ -111,6 +117,50 @@ def test_products_of_widened_weights(format_: str, monkeypatch: pytest.MonkeyPat
     # As many parts as rows take; the last one is short.
     monkeypatch.setattr(widened, "AT_ONCE", 32 * 190)
     assert widened.spans(70, 190) == [(0, 32), (32, 64), (64, 70)]
+
+
+@pytest.mark.parametrize(
+    ("name", "format_"),
+    [
+        ("fp4_few16", "f4e2m1/16:f8e4m3*f32"), ("codes_few16", "f8e4m3/128x128:f32"),
+        ("codes_m64", "f8e4m3/8:f8e8m0"), ("blocks_few16", "f8e4m3/32x32:f32"),
+        ("int4_few16", "u4/32:f16+f16"), ("int4_m64", "i4/8:f16"), ("int8_few16", "i8/32:f16"),
+    ],
+)  # fmt: skip
+def test_products_of_single_warps(name: str, format_: str) -> None:
+    """Told by fours; numbers of a step that share no scale stay where they are."""
+    name, (op, data) = f"triton.linear_{name}", linear(format_, (5, 70, 300))
+    found = interpreted(by_fours, run_named, name, op, data, {})
+    compare(installed().kernels.get(name), op, found, run_reference(op, data))
+
+
+@pytest.mark.parametrize("format_", ["f4e2m1/32:f8e8m0", "f8e4m3/32x32:f32"])
+def test_experts_of_single_warps(format_: str) -> None:
+    op, data = experts_op(Case(5, experts=3, choices=2, width=128, inner=64, format=format_))
+    name = f"triton.experts_{'e2m1' if 'e2m1' in format_ else 'e4m3'}"
+    found = interpreted(by_fours, run_named, name, op, data, {})
+    compare(installed().kernels.get(name), op, found, run_reference(op, data))
+
+
+SHARED = re.compile(r"st\.shared\.(?:b8|u8|b16|u16)")
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize(
+    ("storage", "format_"),
+    [("fp4", "f4e2m1/32:f8e8m0"), ("codes", "f8e4m3/128x128:f32"), ("int8", "i8/32:f16")],
+)
+def test_widened_codes_stay_in_registers(storage: str, format_: str, rows: int) -> None:
+    """On all cards: none goes through shared memory on its way to the matrix instruction."""
+    op, _ = linear(format_, (rows, 1024, 1024))
+    kernel = installed().kernels.get(f"triton.linear_{storage}_few{rows}")
+    for card in CARDS.values():
+        scratch = kernel.workspace(Query(op, card, {})) if kernel.workspace else 0
+        call = typed_call(op, {}, kernel.layouts, installed().layouts, scratch)
+        for launch in kernel.binder.launches(call):
+            code = assembly_of(launch, card)
+            assert "mma" in code
+            assert SHARED.findall(code) == []
 
 
 def test_the_price_of_widening_falls_with_the_rows() -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from metainfer.backends.triton.templates import order, widen
-from metainfer.backends.triton.templates.weight_tiles import along, product, spread
+from metainfer.backends.triton.templates.weight_tiles import along, product, product_told, spread
 
 
 @triton.jit
@@ -49,6 +49,7 @@ def load_scales(
 def load_e2m1(
     codes, scales, at, stride_scale, stride_half,
     OUT: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, POWERS: tl.constexpr,
+    FOURS: tl.constexpr,
 ):  # fmt: skip
     """Weights [OUT, DEPTH] in bf16 of words, 2^-32 of what they mean (`order.LIFT`).
 
@@ -62,7 +63,7 @@ def load_e2m1(
     if WIDE == 16:
         other = tl.load(place + stride_half)
         odd = widen.e2m1_scales(other.to(tl.uint32, bitcast=True), OUT, DEPTH, POWERS)
-    return widen.e2m1(words.to(tl.uint32, bitcast=True), even, odd, OUT, DEPTH)
+    return widen.e2m1(words.to(tl.uint32, bitcast=True), even, odd, OUT, DEPTH, FOURS)
 
 
 @triton.jit
@@ -94,9 +95,12 @@ def add_product(
     each output, [OUT]; row_scales: of each row's first scale, [rows], read where GROUP > 0.
     """
     inner = at + tl.arange(0, DEPTH)
+    FOURS: tl.constexpr = order.fours(acc.shape[0], WIDE)
     if FORMAT == "e2m1":
-        w = load_e2m1(codes, scales, at, stride_scale, stride_half, OUT, DEPTH, WIDE, POWERS)
-        acc = product(x, w, acc, TURNED)
+        w = load_e2m1(
+            codes, scales, at, stride_scale, stride_half, OUT, DEPTH, WIDE, POWERS, FOURS
+        )  # fmt: skip
+        acc = product_told(x, w, acc, TURNED, FOURS)
     elif FORMAT == "plain":
         acc = product(x, tl.load(codes[:, None] + inner[None, :]), acc, TURNED)
     else:
@@ -106,7 +110,8 @@ def add_product(
         if GROUP >= 0 and DEPTH < 32:
             x = x.to(tl.bfloat16)
         if FORMAT == "ordered":
-            w = widen.bytes_in_order(w, OUT, DEPTH)
+            w = widen.bytes_in_order(w, OUT, DEPTH, FOURS)
+            x = widen.told(x, FOURS)
         if WIDE > 0 and WIDE < DEPTH:
             block = at // WIDE + tl.arange(0, DEPTH // WIDE)[None, :]
             near = tl.load(

@@ -22,6 +22,12 @@ def product(x_MK, w_NK, acc, TURNED: tl.constexpr):
 
 
 @triton.jit
+def product_told(x_MK, w_NK, acc, TURNED: tl.constexpr, FOURS: tl.constexpr):
+    """The same of widened codes, in the order that they are told in."""
+    return product(widen.told(x_MK, FOURS), w_NK, acc, TURNED)
+
+
+@triton.jit
 def along(scale_N, TURNED: tl.constexpr):
     """A number for each row of the weight, as it lies in the sums."""
     if TURNED:
@@ -132,7 +138,8 @@ def load_words(pointer, n_N, first, columns, inner, BK: tl.constexpr, WHOLE: tl.
 
 @triton.jit
 def words_numbers(
-    weight, n_N, first, columns, inner, BK: tl.constexpr, FORMAT: tl.constexpr
+    weight, n_N, first, columns, inner, BK: tl.constexpr, FORMAT: tl.constexpr,
+    FOURS: tl.constexpr,
 ):  # fmt: skip
     """Numbers of bf16 [N, BK], 2^-32 of what they mean, of e2m1 codes in words [N, K' / 8].
 
@@ -154,7 +161,7 @@ def words_numbers(
     if GROUP == 16:
         odd = tl.load(place + chunks * columns, mask=there, other=0)
         odd_NW = widen.e2m1_scales(odd.to(tl.uint32, bitcast=True), BN, BK, POWERS)
-    return widen.e2m1(words, even_NW, odd_NW, BN, BK)
+    return widen.e2m1(words, even_NW, odd_NW, BN, BK, FOURS)
 
 
 @triton.jit
@@ -163,8 +170,9 @@ def words_step(
     BK: tl.constexpr, FORMAT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """e2m1 codes in words, FORMAT as in `words_numbers`; `lifted` brings the sums to their size."""
-    w_NK = words_numbers(weight, n_N, first, columns, inner, BK, FORMAT)
-    return product(x_MK, w_NK, acc, TURNED)
+    FOURS: tl.constexpr = order.fours(acc.shape[0])
+    w_NK = words_numbers(weight, n_N, first, columns, inner, BK, FORMAT, FOURS)
+    return product_told(x_MK, w_NK, acc, TURNED, FOURS)
 
 
 @triton.jit
@@ -203,7 +211,9 @@ def ordered_scales(
 
 
 @triton.jit
-def ordered_values(weight, n_N, first, columns, inner, BK: tl.constexpr):
+def ordered_values(
+    weight, n_N, first, columns, inner, BK: tl.constexpr, FOURS: tl.constexpr
+):  # fmt: skip
     """Float32 values [N, BK] of codes of a byte [N, K'] in order, without their scales."""
     whole = tl.cdiv(inner, order.BYTES) * order.BYTES
     k_K = first + tl.arange(0, BK)[None, :]
@@ -211,7 +221,7 @@ def ordered_values(weight, n_N, first, columns, inner, BK: tl.constexpr):
     mask = (n_N[:, None] < columns) & (k_K < whole)
     none = 0.0 if weight[0].dtype.element_ty.is_floating() else 0
     codes = tl.load(weight[0] + place_NK, mask=mask, other=none)
-    return widen.bytes_in_order(codes, n_N.shape[0], BK)
+    return widen.bytes_in_order(codes, n_N.shape[0], BK, FOURS)
 
 
 @triton.jit
@@ -225,12 +235,14 @@ def ordered_step(
     the numbers, which are then rounded to 16 bits.
     """
     # Read first: they come while codes are widened.
+    FOURS: tl.constexpr = order.fours(acc.shape[0], FORMAT[1])
     scale = ordered_scales(weight, n_N, first, columns, inner, BK, FORMAT[0], FORMAT[1])
-    value_NK = ordered_values(weight, n_N, first, columns, inner, BK)
+    value_NK = ordered_values(weight, n_N, first, columns, inner, BK, FOURS)
     if FORMAT[1] > 0 and FORMAT[1] < BK:
-        acc = product(x_MK, (value_NK * scale).to(x_MK.dtype), acc, TURNED)
+        acc = product_told(x_MK, (value_NK * scale).to(x_MK.dtype), acc, TURNED, FOURS)
     else:
-        part = product(x_MK, value_NK.to(x_MK.dtype), tl.zeros(acc.shape, tl.float32), TURNED)
+        none = tl.zeros(acc.shape, tl.float32)
+        part = product_told(x_MK, value_NK.to(x_MK.dtype), none, TURNED, FOURS)
         acc += part * along(scale, TURNED)
     return acc
 
@@ -253,8 +265,9 @@ def moved_words(weight, n_N, first, columns, inner, BK: tl.constexpr, WHOLE: tl.
 def moved_product(acc, x_MK, words, scale, TURNED: tl.constexpr):
     """Sums by words and scales that were read: the product is exact up to the scales."""
     BK: tl.constexpr = x_MK.shape[1]
-    value_NK = widen.e4m3_words(words, words.shape[0], BK).to(x_MK.dtype)
-    part = product(x_MK, value_NK, tl.zeros(acc.shape, tl.float32), TURNED)
+    FOURS: tl.constexpr = order.fours(acc.shape[0])
+    value_NK = widen.e4m3_words(words, words.shape[0], BK, FOURS).to(x_MK.dtype)
+    part = product_told(x_MK, value_NK, tl.zeros(acc.shape, tl.float32), TURNED, FOURS)
     return acc + part * along(scale, TURNED)
 
 
@@ -286,6 +299,7 @@ def counted_step(
     """
     BN: tl.constexpr = n_N.shape[0]
     GROUP: tl.constexpr = FORMAT[0]
+    FOURS: tl.constexpr = order.fours(acc.shape[0], FORMAT[0])
     # Groups of a step, and what of each lies in it: a group may hold several steps.
     COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
     SPAN: tl.constexpr = BK // COUNT
@@ -294,7 +308,7 @@ def counted_step(
     place = g_G * columns + n_N[:, None]
     scale = load_scale(weight[1] + place, mask)
     if FORMAT[1] is None:
-        value_NK = ordered_values(weight, n_N, first, columns, inner, BK)
+        value_NK = ordered_values(weight, n_N, first, columns, inner, BK, FOURS)
         value_NK = value_NK * spread(scale, BN, BK, SPAN)
         if len(weight) == 3:
             value_NK += spread(load_scale(weight[2] + place, mask), BN, BK, SPAN)
@@ -303,6 +317,6 @@ def counted_step(
         if len(weight) == 3:
             shift += load_scale(weight[2] + place, mask)
         words = load_words(weight[0], n_N, first, columns, inner, BK)
-        value_NK = widen.counts(words, BN, BK) * spread(scale, BN, BK, SPAN)
+        value_NK = widen.counts(words, BN, BK, FOURS) * spread(scale, BN, BK, SPAN)
         value_NK += spread(shift, BN, BK, SPAN)
-    return product(x_MK, value_NK.to(x_MK.dtype), acc, TURNED)
+    return product_told(x_MK, value_NK.to(x_MK.dtype), acc, TURNED, FOURS)

@@ -38,19 +38,38 @@ def _taken_apart(pair):
 
 
 @triton.jit
-def _in_order(a, b, c, d, BN: tl.constexpr, BK: tl.constexpr):
+def _in_order(a, b, c, d, BN: tl.constexpr, BK: tl.constexpr, FOURS: tl.constexpr):
     """Numbers [BN, BK] in the order of the matrix instruction, of the four pairs of words.
 
-    Shapes: each [BN, BK / 8, 2].
+    FOURS: as `told` has it. Shapes: each [BN, BK / 8, 2].
     """
     made = tl.join(tl.join(a, b), tl.join(c, d))
     # Row, chunk, thread, word of it, half, pairs.
     made = tl.reshape(made, [BN, BK // order.CHUNK, 4, 4, 2, 2, 2])
-    return tl.reshape(tl.permute(made, (0, 1, 3, 6, 5, 2, 4)), [BN, BK])
+    if FOURS:
+        made = tl.permute(made, (0, 1, 3, 6, 2, 5, 4))
+    else:
+        made = tl.permute(made, (0, 1, 3, 6, 5, 2, 4))
+    return tl.reshape(made, [BN, BK])
 
 
 @triton.jit
-def e2m1(words_NW, even_NW, odd_NW, BN: tl.constexpr, BK: tl.constexpr):
+def told(x_MK, FOURS: tl.constexpr):
+    """Numbers [M, K] in the order in which widened codes are told to their product.
+
+    FOURS: each 16 of a row by the threads that hold them, four numbers each (`order.fours`); else
+    as they lie.
+    """
+    if FOURS:
+        M: tl.constexpr = x_MK.shape[0]
+        K: tl.constexpr = x_MK.shape[1]
+        parts = tl.permute(tl.reshape(x_MK, [M, K // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
+        x_MK = tl.reshape(parts, [M, K])
+    return x_MK
+
+
+@triton.jit
+def e2m1(words_NW, even_NW, odd_NW, BN: tl.constexpr, BK: tl.constexpr, FOURS: tl.constexpr):
     """Numbers of bf16 [BN, BK] of words of eight codes each, by scales of their halves.
 
     Two bits of exponent and one of mantissa, put where bf16 has its lowest ones, are 2^-126 of what
@@ -59,7 +78,7 @@ def e2m1(words_NW, even_NW, odd_NW, BN: tl.constexpr, BK: tl.constexpr):
     the fourth fill what is left.
 
     Shapes: words u32 [BN, BK / 8]; even, odd: pairs of equal numbers of bf16 in 32 bits, likewise:
-    scales of a word's first and last four codes.
+    scales of a word's first and last four codes. FOURS: as `told` has it.
     """
     places: tl.constexpr = 0x81C081C0
     a = _multiply_pairs(words_NW & places, even_NW)
@@ -67,7 +86,9 @@ def e2m1(words_NW, even_NW, odd_NW, BN: tl.constexpr, BK: tl.constexpr):
     c = _multiply_pairs((words_NW << 6) & places, odd_NW)
     last = ((words_NW << 2) & 0x80C080C0) | ((words_NW >> 6) & 0x01000100)
     d = _multiply_pairs(last, odd_NW)
-    return _in_order(_taken_apart(a), _taken_apart(b), _taken_apart(c), _taken_apart(d), BN, BK)
+    return _in_order(
+        _taken_apart(a), _taken_apart(b), _taken_apart(c), _taken_apart(d), BN, BK, FOURS
+    )
 
 
 @triton.jit
@@ -85,11 +106,11 @@ def _counted(words_NW, PAIR: tl.constexpr):
 
 
 @triton.jit
-def counts(words_NW, BN: tl.constexpr, BK: tl.constexpr):
+def counts(words_NW, BN: tl.constexpr, BK: tl.constexpr, FOURS: tl.constexpr):
     """128 more than integers of 4 bits, in float32 [BN, BK], of words [BN, BK / 8] of them."""
     return _in_order(
         _counted(words_NW, 0), _counted(words_NW, 1), _counted(words_NW, 2),
-        _counted(words_NW, 3), BN, BK,
+        _counted(words_NW, 3), BN, BK, FOURS,
     )  # fmt: skip
 
 
@@ -112,10 +133,14 @@ def e2m1_scales(word_NC, BN: tl.constexpr, BK: tl.constexpr, POWERS: tl.constexp
 
 
 @triton.jit
-def bytes_in_order(codes_NK, BN: tl.constexpr, BK: tl.constexpr):
+def bytes_in_order(codes_NK, BN: tl.constexpr, BK: tl.constexpr, FOURS: tl.constexpr):
     """Float32 values [BN, BK] of codes of a byte as the layout orders them."""
-    # Row, chunk, thread, pairs of it, halves.
-    made = tl.permute(tl.reshape(codes_NK, [BN, BK // order.BYTES, 4, 8, 2]), (0, 1, 3, 2, 4))
+    # Row, chunk, thread, steps, pairs of each, halves.
+    made = tl.reshape(codes_NK, [BN, BK // order.BYTES, 4, 4, 2, 2])
+    if FOURS:
+        made = tl.permute(made, (0, 1, 3, 2, 4, 5))
+    else:
+        made = tl.permute(made, (0, 1, 3, 4, 2, 5))
     return tl.reshape(made, [BN, BK]).to(tl.float32)
 
 
@@ -134,25 +159,29 @@ def _e4m3_pairs(words_NW):
 
 
 @triton.jit
-def _e4m3_in_order(a, b, BN: tl.constexpr, BK: tl.constexpr):
+def _e4m3_in_order(a, b, BN: tl.constexpr, BK: tl.constexpr, FOURS: tl.constexpr):
     """Numbers [BN, BK] in the order of the matrix instruction, of both pairs [BN, BK / 4, 2]."""
     # Row, chunk, thread, word of it, half, pair.
     made = tl.reshape(tl.join(a, b), [BN, BK // order.BYTES, 4, 4, 2, 2])
-    return tl.reshape(tl.permute(made, (0, 1, 3, 5, 2, 4)), [BN, BK])
+    if FOURS:
+        made = tl.permute(made, (0, 1, 3, 2, 5, 4))
+    else:
+        made = tl.permute(made, (0, 1, 3, 5, 2, 4))
+    return tl.reshape(made, [BN, BK])
 
 
 @triton.jit
-def e4m3_words(words_NW, BN: tl.constexpr, BK: tl.constexpr):
+def e4m3_words(words_NW, BN: tl.constexpr, BK: tl.constexpr, FOURS: tl.constexpr):
     """Numbers of bf16 [BN, BK] of words u32 [BN, BK / 4] of four e4m3 codes each."""
     a, b = _e4m3_pairs(words_NW)
-    return _e4m3_in_order(_taken_apart(a), _taken_apart(b), BN, BK)
+    return _e4m3_in_order(_taken_apart(a), _taken_apart(b), BN, BK, FOURS)
 
 
 @triton.jit
 def e4m3_floats(words_NW, BN: tl.constexpr, BK: tl.constexpr):
-    """As `e4m3_words`, in float32: for scales that multiply numbers."""
+    """As `e4m3_words`, in float32, as they lie: for scales that multiply numbers."""
     a, b = _e4m3_pairs(words_NW)
-    return _e4m3_in_order(_floats(a), _floats(b), BN, BK)
+    return _e4m3_in_order(_floats(a), _floats(b), BN, BK, False)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def widen_rows(
     first = tl.program_id(0) % across * BK
     row_N = tl.minimum(start + n_N, columns - 1)
     if FORMAT[0] == "lifted":
-        value = weight_tiles.words_numbers(weight, row_N, first, columns, inner, BK, FORMAT)
+        value = weight_tiles.words_numbers(weight, row_N, first, columns, inner, BK, FORMAT, False)
         value = value.to(tl.float32) * order.LIFT
         if len(weight) == 3:
             value *= tl.load(weight[2] + row_N).to(tl.float32)[:, None]
@@ -30,7 +30,7 @@ def widen_rows(
             words = weight_tiles.moved_words(weight, row_N, first, columns, inner, BK, False)
             value = widen.e4m3_floats(words, BN, BK)
         else:
-            value = weight_tiles.ordered_values(weight, row_N, first, columns, inner, BK)
+            value = weight_tiles.ordered_values(weight, row_N, first, columns, inner, BK, False)
         # The last two of either form: sizes of a block.
         HIGH: tl.constexpr = FORMAT[-2]
         WIDE: tl.constexpr = FORMAT[-1]
