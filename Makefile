@@ -10,15 +10,22 @@ QUESTION ?= What is gravity?
 NEW_TOKENS ?= 64
 DEMO_ARGS ?=
 
-.PHONY: demo test check lint types mypy pyright pytest kernels-check kernels-figures format clean
+.PHONY: demo test check lint types mypy pyright pytest kernels-check kernels-figures tests-figures format clean
 
 demo: $(VENV)/demo
 	$(BIN)/metainfer compile models/smollm2.py --hw hardware/cpu.toml --out $(DEMO_PLAN) --force
 	$(BIN)/metainfer run $(DEMO_PLAN) "$(QUESTION)" --max-new-tokens $(NEW_TOKENS) $(DEMO_ARGS)
 
-# Threads of OpenMP that spin while they wait take the cores from each other's processes.
+# Threads of OpenMP that spin while they wait take the cores from each other's processes. What Python compiled is
+# kept for the many processes that tests start, whatever was set outside.
+TEST = OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
 test: $(VENV)/dev
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(TEST)
+
+# Figures of the kernels that tests compile: of the installed Triton, after a template changed. Takes some ten minutes.
+tests-figures: $(VENV)/dev
+	$(TEST) --keep-figures
 
 check: lint types pytest
 

@@ -1,10 +1,11 @@
 """Launches: what the interpreter computes, what a card takes, what is refused."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import kept_figures
 import ml_dtypes
 import numpy as np
 import pytest
@@ -103,6 +104,21 @@ def test_figures_that_cannot_be_kept_are_made_nevertheless(
     made = cross.Resources(1, 2, 3, ())
     monkeypatch.setattr(cross, "_compiled", lambda *given: made)
     assert resources_of(typed(), CARDS["8xpcie"]) == made
+
+
+def test_figures_that_tests_keep_spare_the_compiler(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kept_figures.cache() == own_cache
+    assert kept_figures.FIELDS == tuple(field.name for field in fields(cross.Resources))
+    found = resources_of(typed(), CARDS["8xpcie"])
+    assert kept_figures.pack(own_cache, tmp_path / "kept.json") == 1
+    (made,) = own_cache.iterdir()
+    made.unlink()
+    kept_figures.unpack(tmp_path / "kept.json", own_cache)
+    monkeypatch.setattr(cross, "_compiled", None)
+    monkeypatch.setattr(cross, "_FOUND", {})
+    assert resources_of(typed(), CARDS["8xpcie"]) == found
 
 
 def test_faults_name_what_is_over() -> None:
