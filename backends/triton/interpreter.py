@@ -7,6 +7,7 @@ compiles; no process can do both. Faults of the interpreter (3.6 and 3.7) are re
 |---|---|---|
 | float -> bf16, fp8 | truncates, or rounds half up and loses the carry | to nearest even |
 | ``tl.dot`` of bf16 | multiplies the bit patterns as integers | as the floats they are |
+| calls of functions | put the interpreter into the language: half the time | once a launch |
 """
 
 from functools import cache
@@ -106,3 +107,34 @@ def _repair() -> None:
     builder.cast_impl = cast_impl
     builder.create_fp_to_fp = create_fp_to_fp
     builder.create_dot = create_dot
+    _patch_once_a_launch(interpreter, (tl, tl.core))
+
+
+def _patch_once_a_launch(interpreter: Any, languages: tuple[Any, ...]) -> None:
+    """Have functions that a kernel calls find the language as the launch left it.
+
+    The interpreter puts its functions into the modules of the language that a function's module
+    has at hand: before a launch, after which they are taken out, and before each call within it.
+    """
+    executor = interpreter.GridExecutor
+    plain_patch, plain_launch = interpreter._patch_lang, executor.__call__
+    patched: set[tuple[bool, ...]] = set()
+
+    @cache
+    def languages_of(function: Any) -> tuple[bool, ...]:
+        names = function.__globals__.values()
+        return tuple(any(value is language for value in names) for language in languages)
+
+    def patch(function: Any) -> Any:
+        found = languages_of(function)
+        if found in patched:
+            return None  # what a launch would take out, calls leave
+        patched.add(found)
+        return plain_patch(function)
+
+    def launch(self: Any, *given: Any, **named: Any) -> None:
+        patched.clear()
+        plain_launch(self, *given, **named)
+
+    interpreter._patch_lang = patch
+    executor.__call__ = launch

@@ -39,10 +39,10 @@ def test_layers_of_three_kinds_are_three_blocks(deep: ModelSpec) -> None:
 
 
 def test_compiles_without_weights(deep: ModelSpec) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     plan = metainfer.compile(deep, "cpu")
-    # Measured: 6 s; the limit is what the project promises.
-    assert time.perf_counter() - start < 15
+    # Measured: 6 s, of one core whatever else goes on; the limit is what the project promises.
+    assert time.process_time() - start < 15
     assert plan.meta["model"]["checkpoint"] == ""
     for phase in ("prefill", "decode"):
         module = plan.module(phase)
