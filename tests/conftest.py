@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
     parser.addoption(
         "--thorough", action="store_true",
-        help="slow tests too that differ little from others; compile every kernel anew",
+        help="slow tests too that differ little from others; kept figures of kernels are not read",
     )  # fmt: skip
     parser.addoption(
         "--keep-figures", action="store_true", help="compile every kernel and keep its figures",
@@ -49,17 +49,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
     """How many kernels were compiled; with --keep-figures their figures are written down."""
     count = len(set(kept_figures.cache().glob("*.json")) - config.stash[_COMPILED])
     if config.getoption("--keep-figures"):
+        if exitstatus or _is_selection(config):
+            terminalreporter.write_line("figures are kept of whole runs that passed: none written")
+            return
         kept_figures.pack(kept_figures.cache(), kept_figures.file())
         terminalreporter.write_line(f"{count} figures: {kept_figures.file()}")
     elif count and not config.getoption("--thorough"):
         terminalreporter.write_line(
             f"{count} kernels were compiled: `make tests-figures` keeps their figures"
         )
+
+
+def _is_selection(config: pytest.Config) -> bool:
+    """Whether only some of the tests were asked for."""
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    return named or bool(config.option.keyword or config.option.markexpr)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,8 +1,8 @@
 """Figures of the kernels that tests compile, kept beside them: to compile them takes half the time.
 
 Figures go by a hash of all that they depend on (`metainfer.backends.triton.cross`): a kernel whose
-text or tile changed is compiled again, and so is every kernel with --thorough. Files only: this is
-imported where nothing of Triton is. Holds no tests.
+text or tile changed is compiled again, and with --thorough all are but those whose figures come
+with the package. Files only: this is imported where nothing of Triton is. Holds no tests.
 """
 
 import json

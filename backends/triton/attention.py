@@ -267,7 +267,8 @@ def _combined(programs: int, tiles: int, wide: int) -> tuple[int, int]:
     """Pieces that `attention_combine` reads at once, and its warps.
 
     As many pieces as a tile has where all are of one length. Small programs fit beside those of
-    the split form, all of them, and wait there for its end.
+    the split form, as many as registers leave room for (of 28 sequences of 32 heads on an H200),
+    and wait there for its end.
     """
     parts = min(max(power_above(programs // tiles + 1), _LEAST_COMBINED), _MOST_COMBINED)
     return parts, min(max(parts * wide // _COMBINED_BY_WARP, 1), 4)

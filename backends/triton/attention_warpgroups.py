@@ -25,6 +25,7 @@ from metainfer.ir.errors import Unsupported
 # Two warpgroups of 64 rows; buffers of keys and of values that fit beside the queries, by width.
 STAGES = {64: 3, 128: 2}
 ROWS, KEYS = 128, 128
+_MANY_TURNS = 8  # of the multiprocessors: one that is half empty matters less than how tiles pair
 _WARPS = 4  # of the warpgroup that the launch names; the others come on top
 
 
@@ -67,13 +68,16 @@ def warpgroups(call: Attention, tiles: int = 0) -> list[Launch]:
 
 
 def _tiles_of_program(call: Attention, queries: int, groups: int) -> int:
-    """Two, unless the multiprocessors are through with single tiles in fewer turns.
+    """Two, unless the multiprocessors are through with single tiles in fewer of a few turns.
+
+    Each is compiled when a step first needs it, some seconds: many tokens take one of them.
 
     H200, 2026-11-30, torch 2.11, triton 3.6: 8 prompts of 2,048 tokens 535 us by two and 559 by
     one, 1 of 1,024 27.4 and 28.8, 512 new ones of 2 after 8,192 232 and 255, 1 of 8,192 alike.
     """
     tiles, sms = max(call.q.shape[0] // queries, 1) * groups, sms_of(call.q.device)
-    return 2 if 2 * -(-tiles // (2 * sms)) <= -(-tiles // sms) else 1
+    turns = -(-tiles // sms)
+    return 1 if turns < _MANY_TURNS and 2 * -(-tiles // (2 * sms)) > turns else 2
 
 
 def _programs(call: Attention, tokens: int, groups: int) -> int:

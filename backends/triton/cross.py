@@ -87,7 +87,7 @@ def resources_of(launch: Launch, device: Device) -> Resources:
     if found is None:
         found, origin = _read(path), KEPT
     if found is None:
-        found, origin = _compiled(launch, device, signature, constants, attrs), COMPILED
+        found, origin = _compiled(launch, device), COMPILED
         _keep(path, found)
     _FOUND[digest] = found
     if origin:
@@ -226,18 +226,14 @@ def _type_of(value: Argument) -> Any:
     return "fp32"
 
 
-def assembly_of(launch: Launch, device: Device) -> str:
-    """The assembly that a launch becomes for a device.
+def compiled_for(launch: Launch, device: Device) -> Any:
+    """What Triton compiles a launch to for a device: its assembly and what it takes.
 
     Raises: Unsupported if Triton refuses the code, or knows no such device.
     """
-    made = _made(launch, device, *_specialised(launch, device))
-    return str(made.asm["ptx" if target_of(device).backend == "cuda" else "amdgcn"])
-
-
-def _made(launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any) -> Any:
     import triton
 
+    signature, constants, attrs = _specialised(launch, device)
     target, kind = target_of(device), _source_kind(launch)
     source = kind(launch.function, signature, constants, attrs)
     options = launch.options_on(early=device.has(EARLY))
@@ -252,10 +248,8 @@ def _made(launch: Launch, device: Device, signature: Any, constants: Any, attrs:
         ) from error
 
 
-def _compiled(
-    launch: Launch, device: Device, signature: Any, constants: Any, attrs: Any
-) -> Resources:
-    made, target = _made(launch, device, signature, constants, attrs), target_of(device)
+def _compiled(launch: Launch, device: Device) -> Resources:
+    made, target = compiled_for(launch, device), target_of(device)
     shared = int(made.metadata.shared)
     if target.backend == "cuda":
         code = made.asm["ptx"]
@@ -366,12 +360,19 @@ def _digest(launch: Launch, device: Device, signature: Any, constants: Any, attr
         return str(getattr(value, "cache_key", value))
 
     parts = (
-        _VERSION, triton.__version__, target_of(device), launch.function.cache_key,
+        _VERSION, _order_text(), triton.__version__, target_of(device), launch.function.cache_key,
         sorted(signature.items()), sorted((k, text(v)) for k, v in constants.items()),
         sorted(attrs.items()), launch.num_warps, launch.num_stages,
         *((launch.most_registers,) if launch.most_registers else ()),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+@cache
+def _order_text() -> str:
+    """A hash of what Triton calls while it compiles, and puts into no key of its own."""
+    path = Path(__file__).parent / "templates" / "order.py"
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _read(path: Path) -> Resources | None:

@@ -183,8 +183,8 @@ def test_two_tiles_a_program_where_one_by_one_takes_as_many_turns() -> None:
     [
         (96, 64, {}, "keys and values both 64 or 128 wide, found 96 and 96"),
         (64, 32, {}, "page size is a power of two >= 64, found 32"),
-        (64, 64, {"window": 9}, "window = 0, found 9"),
-        (64, 64, {"softcap": 2.0}, "softcap = 0, found 2.0"),
+        (64, 64, {"window": 9}, "window is 0, found 9"),
+        (64, 64, {"softcap": 2.0}, "softcap is 0.0, found 2.0"),
         (64, 64, {"dtype": str(KV_FP8)}, "keys and values are plain numbers, found codes"),
     ],
 )

@@ -205,7 +205,7 @@ def test_launches_start_early_where_the_card_can(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(cross, "_assembled", assembled)
     for device in (CARDS["1xh200"], load_machine("8xl20").device(0)):
-        cross._compiled(launch, device, *cross._specialised(launch, device))
+        cross._compiled(launch, device)
     assert waits == [2, 0]
 
 

@@ -18,7 +18,7 @@ from metainfer.backends.kernel import Query
 from metainfer.backends.registry import installed
 from metainfer.backends.torch.check import run_reference
 from metainfer.backends.triton import widened, words
-from metainfer.backends.triton.cross import assembly_of
+from metainfer.backends.triton.cross import compiled_for
 from metainfer.backends.triton.fits import typed_call
 from metainfer.ir.dtypes import Block, BlockArray, DType, parse_dtype, quantize
 from metainfer.ir.errors import PlanError
@@ -158,9 +158,15 @@ def test_widened_codes_stay_in_registers(storage: str, format_: str, rows: int) 
         scratch = kernel.workspace(Query(op, card, {})) if kernel.workspace else 0
         call = typed_call(op, {}, kernel.layouts, installed().layouts, scratch)
         for launch in kernel.binder.launches(call):
-            code = assembly_of(launch, card)
-            assert "mma" in code
+            code = compiled_for(launch, card).asm["ptx"]
             assert SHARED.findall(code) == []
+            if card.has("wgmma"):
+                assert "wgmma.mma_async" in code
+            else:
+                # Activations come by matrix loads, which take pairs of neighbours.
+                assert "mma.sync" in code
+                assert code.count("ldmatrix") >= 8
+                assert code.count("ld.shared") <= 24
 
 
 def test_the_price_of_widening_falls_with_the_rows() -> None:

@@ -2,7 +2,8 @@
 
 NOTE: they are read as attributes of this module. A global name in a Triton function becomes part of
 its key, or not, by which function was asked for its key first, and figures of the package are found
-by keys. Values here are part of no key: a change of one needs a change of who reads it.
+by keys. What is here is part of no key of Triton's: a change needs a change of who reads it, too,
+or Triton runs what it has on disk. (`cross` knows by this file's text.)
 """
 
 from typing import Any
