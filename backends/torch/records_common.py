@@ -121,7 +121,7 @@ def register_common(kernels: Registry, flavour: Flavour) -> None:
     for name in ("kv_write", "latent_write"):
         adder.add(name, TorchBinder(PLAIN[name]), (), launches=3)
     # Sorts of all experts, of all groups and of their members: no generic form, but a slow one.
-    adder.add("choose_experts", TorchBinder(PLAIN["choose_experts"]), (), launches=20, traffic=16.0)
+    adder.add("choose_experts", TorchBinder(PLAIN["choose_experts"]), (), launches=34, traffic=16.0)
     _norms(adder)
 
 

@@ -226,4 +226,6 @@ def test_launches_are_not_understated(sample: tuple[Op, list[Data]]) -> None:
     op, data = sample
     for kernel in applying(op):
         found = launched(kernel, op, data)
-        assert found <= kernel.launches, f"{kernel.name} makes {found} launches"
+        # What starts as a copy is priced with that where it is chosen.
+        known = kernel.launches + kernel.starts_as_copy
+        assert found <= known, f"{kernel.name} makes {found} launches"
