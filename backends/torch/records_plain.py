@@ -77,7 +77,7 @@ COMPOSITIONS: dict[str, Composition] = {
     "matmul": Composition(6, 4.0, f32_launches=4, f32_traffic=1.0),
     "experts": Composition(704, 4.0, f32_launches=576, f32_traffic=1.0),
     "route": Composition(14, 8.0),
-    "choose_experts": Composition(20, 16.0),
+    "choose_experts": Composition(34, 16.0),
     "conv2d": Composition(7, 4.0, f32_launches=4, f32_traffic=1.0),
     "rope": Composition(18, 14.0, f32_launches=16, f32_traffic=8.0),
     "sdpa": Composition(19, 8.0, f32_launches=16, f32_traffic=6.0, compute=0.06),
