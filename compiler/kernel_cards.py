@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from metainfer.backends.cpu.emit import CpuBinder
@@ -23,10 +24,7 @@ _OF_DEVICE = ("feature ", "device is ", "library ")
 _OF_FORMAT = ("operand ",)
 _TEMPLATES = "metainfer.backends.triton.templates"
 _EMITTED = "metainfer.backends.triton.emit"
-_LAUNCHING = tuple(
-    f"metainfer.backends.triton.{name}"
-    for name in ("attention", "attention_warpgroups", "experts", "gated")
-)
+_BACKENDS = "metainfer.backends"
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def sources_of_kernel(kernel: Kernel) -> tuple[Source, ...]:
         return ()
     found = [_source("binding", function)]
     if isinstance(kernel.binder, TritonBinder):
-        found += _templates(inspect.getmodule(function))
+        found += _launched(function)
     return tuple(found)
 
 
@@ -118,30 +116,57 @@ def _source(what: str, function: Any) -> Source:
     return Source(f"{what} {plain.__name__}", f"{file}:{first}", textwrap.dedent("".join(lines)))
 
 
-def _templates(module: Any) -> Iterator[Source]:
-    """The functions of templates that a module of launches, or the one it leans on, imports."""
-    names = set(_imported(module))
-    for place in sorted({place for place, _ in names if place in _LAUNCHING}):
-        names |= set(_imported(import_module(place)))
-    for place, name in sorted(names):
+def _launched(function: Callable[..., Any]) -> Iterator[Source]:
+    """The functions of templates that a binding launches, itself or through what it calls."""
+    found: set[tuple[str, str]] = set()
+    _follow(function, found, set())
+    for place, name in sorted(found):
         if place.startswith(_TEMPLATES):
-            function = _named(place, name)
-            if hasattr(function, "fn"):
-                yield _source("Triton function", function)
-    if any(place.startswith(_EMITTED) for place, _ in names):
+            yield _source("Triton function", getattr(import_module(place), name))
+    if any(place.startswith(_EMITTED) for place, _ in found):
         text = "made for each group: metainfer kernels sources PLAN writes them"
         yield Source("emitted functions", "", text)
 
 
-def _imported(module: Any) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(ast.parse(inspect.getsource(module))):
+def _follow(
+    function: Callable[..., Any], found: set[tuple[str, str]], seen: set[Callable[..., Any]]
+) -> None:
+    """Add (module, name) of what a function of ours names, and what those functions name."""
+    plain = getattr(function, "__func__", function)
+    if plain in seen or not inspect.isfunction(plain):
+        return
+    seen.add(plain)
+    for value in _named(plain):
+        place = str(getattr(value, "__module__", ""))
+        if hasattr(value, "fn") and place.startswith(_TEMPLATES):
+            found.add((place, value.fn.__name__))
+        elif inspect.isfunction(value) and place.startswith(_EMITTED):
+            found.add((place, value.__name__))
+        elif inspect.isfunction(value) and place.startswith(_BACKENDS):
+            _follow(value, found, seen)
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
+    """Values of the names in a function's text: global ones, enclosed ones, those it imports."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    values: list[Any] = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                yield node.module, alias.name
+            values += [_imported(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Name) and node.id in known:
+            values.append(known[node.id])
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for value in values:
+        if inspect.ismodule(value):
+            yield from (vars(value)[name] for name in attributes & vars(value).keys())
+        else:
+            yield value.func if isinstance(value, partial) else value
 
 
-def _named(place: str, name: str) -> Any:
-    return getattr(import_module(place), name, None)
+def _imported(place: str, name: str) -> Any:
+    module = import_module(place)
+    return getattr(module, name) if hasattr(module, name) else import_module(f"{place}.{name}")
 
 
 # --- figures -------------------------------------------------------------------------------------
