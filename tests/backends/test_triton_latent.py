@@ -10,7 +10,8 @@ from triton_attention import Case, attention_op, call_of, run_form
 from triton_worker import CARDS, applies, check_compiles, check_on_gpu, interpreted, run_named
 
 from metainfer.backends.torch.check import make_op, run_reference
-from metainfer.backends.triton.attention import Tile, prefill
+from metainfer.backends.triton.attention import LATENT_WIDE, Attention, Tile, prefill, split
+from metainfer.backends.triton.cross import resources_of
 from metainfer.backends.triton.records_attention import BF16_STEP
 from metainfer.ir.dims import dim
 from metainfer.ir.dtypes import parse_dtype
@@ -99,6 +100,28 @@ def test_tall_products_fit_where_there_are_warpgroups() -> None:
         limits = {k: (1, n) for k, n in (PREFILL if "prefill" in name else DECODE).items()}
         assert applies(name, op, CARDS["1xh200"], limits) == []
         assert applies(name, op, CARDS["8xpcie"], limits)[0].startswith("wanted feature wgmma")
+
+
+def settled(sequences: int) -> Attention:
+    """A decode step over latents whose fields no launch writes, in types and shapes only."""
+
+    def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def field(*shape: int) -> torch.Tensor:
+        return made(*shape, dtype=torch.int32)
+
+    return Attention(
+        made(sequences, 128, 512), made(16, 64, 1, 512), made(16, 64, 1, 64), field(sequences + 1),
+        field(sequences), field(sequences, 64), made(sequences, 128, 512), scale=0.05,
+        q_rope=made(sequences, 128, 64), is_settled=True,
+    )  # fmt: skip
+
+
+def test_few_sequences_spill_no_more_than_many() -> None:
+    launches = [split(settled(n), LATENT_WIDE)[0] for n in (1, 15, 16, 31)]
+    spilled = [resources_of(launch, CARDS["1xh200"]).spilled_bytes for launch in launches]
+    assert max(spilled) < 300
 
 
 @pytest.mark.parametrize(
