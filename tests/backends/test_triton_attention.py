@@ -173,6 +173,9 @@ def test_two_tiles_a_program_where_one_by_one_takes_as_many_turns() -> None:
         # All at once, one by one: no pair of them is done as early.
         ({"T": 512, "B": 1, "P": 136}, 1, (512 // 32 + 1 + 1) * 8),
         ({"T": 1, "B": 1, "P": 16}, 1, (1 + 1) * 8),
+        # 3 turns of single tiles, 4 of pairs; 9 for 10, which are too many for that to matter.
+        ({"T": 1280, "B": 1, "P": 20}, 1, (1280 // 32 + 1 + 1) * 8),
+        ({"T": 4608, "B": 1, "P": 72}, 2, (4608 // 64 + 1 + 1) * 8),
     ):
         (launch,) = launches_of(backends.kernels.get(WARPGROUPS), op, card, env, backends)
         assert (launch.constants["TILES"], launch.grid) == (tiles, (programs,))
@@ -297,7 +300,7 @@ def test_launches_that_start_early_read_what_others_write_after_they_have_waited
             assert re.search(written, after)
 
 
-def test_two_programs_of_the_split_form_leave_registers_for_the_whole_launch_behind() -> None:
+def test_two_programs_of_16_sequences_leave_registers_for_the_whole_launch_behind() -> None:
     op, card = symbolic((32, 8), 128, 64), CARDS["1xh200"]
     first, second = launches_of(
         installed().kernels.get("triton.attention_split"), op, card, DECODE, installed()

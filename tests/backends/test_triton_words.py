@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +21,7 @@ from metainfer.backends.torch.check import run_reference
 from metainfer.backends.triton import widened, words
 from metainfer.backends.triton.cross import compiled_for
 from metainfer.backends.triton.fits import typed_call
+from metainfer.backends.triton.templates import order
 from metainfer.ir.dtypes import Block, BlockArray, DType, parse_dtype, quantize
 from metainfer.ir.errors import PlanError
 from metainfer.ir.types import tensor
@@ -140,6 +142,21 @@ def test_experts_of_single_warps(format_: str) -> None:
     name = f"triton.experts_{'e2m1' if 'e2m1' in format_ else 'e4m3'}"
     found = interpreted(by_fours, run_named, name, op, data, {})
     compare(installed().kernels.get(name), op, found, run_reference(op, data))
+
+
+@pytest.mark.parametrize(
+    ("arch", "warps", "rows", "wanted"),
+    [
+        ("sm89", 4, 64, True), ("sm120", 4, 64, True), ("sm80", 4, 16, True),
+        ("sm90", 4, 64, False), ("sm90", 8, 128, False), ("sm90", 2, 64, True),
+        ("sm90", 4, 32, True), ("sm100", 4, 64, False), ("gfx942", 4, 64, False),
+    ],
+)  # fmt: skip
+def test_products_of_single_warps_are_known(arch: str, warps: int, rows: int, wanted: bool) -> None:
+    options = SimpleNamespace(arch=arch, num_warps=warps)
+    compiling = SimpleNamespace(builder=SimpleNamespace(options=options))
+    assert order.fours(rows, 32, _semantic=compiling).value is wanted
+    assert order.fours(rows, 8, _semantic=compiling).value is False
 
 
 SHARED = re.compile(r"st\.shared\.(?:b8|u8|b16|u16)")
