@@ -34,11 +34,11 @@ _STEP = 128  # numbers of a step of products
 _BYTES = 64  # of a chunk whose codes take one each
 GROUPS = (16, 32)  # e2m1 codes that share a scale; wider groups become several of the last
 _WORD = torch.int32
-# Bits of a half word that hold sign, two bits of exponent and mantissa of its four codes. The sign
-# of the second one lies in the other half: it is rotated into its place.
+# Bits of a half word that hold sign, two bits of exponent and mantissa of its four codes. Signs of
+# the second and the third lie in the other half: they are rotated into their places.
 _Places = tuple[tuple[int, int, int, int], ...]
-_PLACES: _Places = ((15, 8, 7, 6), (3, 12, 11, 10), (9, 2, 1, 0), (13, 14, 5, 4))
-_SWAPPED = 3  # of the places
+_PLACES: _Places = ((15, 8, 7, 6), (5, 14, 13, 12), (2, 11, 10, 9), (3, 1, 0, 4))
+_SWAPPED = (5, 2)  # of the places
 _INTEGER: _Places = ((3, 2, 1, 0), (7, 6, 5, 4), (11, 10, 9, 8), (15, 14, 13, 12))
 # Largest exponent + 127 of a scale whose numbers bf16 holds, 2^-32 times as large (`order.LIFT`).
 _LARGEST_POWER = 160
@@ -219,9 +219,10 @@ def _words(codes: torch.Tensor, form: _Places) -> torch.Tensor:
     low = parts[..., 0] | (parts[..., 1] << np.uint64(4))
     high = parts[..., 2] | (parts[..., 3] << np.uint64(4))
     if form is _PLACES:
-        # The sign of the second pair lies in the other half.
-        swapped = (low ^ (low >> np.uint64(8))) & np.uint64(0x0080008000800080)
-        low ^= swapped | (swapped << np.uint64(8))
+        # Signs of the second and the third pair lie in the other half.
+        for pairs, signs in ((low, 0x0080008000800080), (high, 0x0008000800080008)):
+            swapped = (pairs ^ (pairs >> np.uint64(8))) & np.uint64(signs)
+            pairs ^= swapped | (swapped << np.uint64(8))
     fours = np.empty((*low.shape, 8, 2), np.uint8)
     fours[..., 0] = low[..., None].view(np.uint8)
     fours[..., 1] = high[..., None].view(np.uint8)
@@ -238,7 +239,7 @@ def _codes(words: torch.Tensor, form: _Places) -> torch.Tensor:
     for pair, places in enumerate(form):
         for half in range(2):
             for bit, place in zip((3, 2, 1, 0), places, strict=True):
-                is_far = (half == 1) != (form is _PLACES and place == _SWAPPED)
+                is_far = (half == 1) != (form is _PLACES and place in _SWAPPED)
                 found = ((parts >> (place + 16 * is_far)) & 1).to(torch.uint8)
                 made[..., pair, :, half] |= found << bit
     return made.flatten(-5)

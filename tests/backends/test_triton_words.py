@@ -159,6 +159,22 @@ def test_products_of_single_warps_are_known(arch: str, warps: int, rows: int, wa
     assert order.fours(rows, 8, _semantic=compiling).value is False
 
 
+@pytest.mark.parametrize(
+    ("arch", "warps", "sums", "wanted"),
+    [
+        ("sm90", 4, (64, 16), True), ("sm90", 8, (128, 32), True), ("sm90", 4, (64, 64), False),
+        ("sm90", 2, (64, 16), False), ("sm90", 4, (32, 16), False), ("sm120", 4, (64, 16), False),
+        ("gfx942", 4, (64, 16), False),
+    ],
+)  # fmt: skip
+def test_products_that_are_added_afterwards(
+    arch: str, warps: int, sums: tuple[int, int], wanted: bool
+) -> None:
+    options = SimpleNamespace(arch=arch, num_warps=warps)
+    compiling = SimpleNamespace(builder=SimpleNamespace(options=options))
+    assert order.apart(*sums, _semantic=compiling).value is wanted
+
+
 SHARED = re.compile(r"st\.shared\.(?:b8|u8|b16|u16)")
 
 
@@ -179,6 +195,9 @@ def test_widened_codes_stay_in_registers(storage: str, format_: str, rows: int) 
             assert SHARED.findall(code) == []
             if card.has("wgmma"):
                 assert "wgmma.mma_async" in code
+                if rows <= 32:
+                    # All instructions of a step at once, none waits for the one before it.
+                    assert code.count("wgmma.fence") == code.count("wgmma.wait_group") == 1
             else:
                 # Activations come by matrix loads, which take pairs of neighbours.
                 assert "mma.sync" in code

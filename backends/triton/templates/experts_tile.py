@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from metainfer.backends.triton.templates import order, widen
-from metainfer.backends.triton.templates.weight_tiles import along, product, product_told, spread
+from metainfer.backends.triton.templates.weight_tiles import added_told, along, product, spread
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def add_product(
         w = load_e2m1(
             codes, scales, at, stride_scale, stride_half, OUT, DEPTH, WIDE, POWERS, FOURS
         )  # fmt: skip
-        acc = product_told(x, w, acc, TURNED, FOURS)
+        acc = added_told(x, w, acc, TURNED, FOURS)
     elif FORMAT == "plain":
         acc = product(x, tl.load(codes[:, None] + inner[None, :]), acc, TURNED)
     else:
@@ -119,7 +119,7 @@ def add_product(
             )
             near = scale_value(near, POWERS)
             w = w.to(tl.float32) * spread(near, OUT, DEPTH, WIDE)
-            acc = product(x, w.to(x.dtype), acc, TURNED)
+            acc = added_told(x, w.to(x.dtype), acc, TURNED, False)  # x is told already
         else:
             part = product(x, w.to(x.dtype), tl.zeros(acc.shape, tl.float32), TURNED)
             acc += scaled(

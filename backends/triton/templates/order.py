@@ -32,23 +32,55 @@ def fours(rows: Any, group: Any = 0, _semantic: Any = None) -> tl.constexpr:
     were read to, where they would go through shared memory.
 
     Args:
-        rows: of the product's sums: warpgroups take 64 at once.
+        rows: of the product's sums.
         group: numbers of a row of codes that share a scale, 0 for all: fewer than 16 would part.
     """
     rows, group = (getattr(n, "value", n) for n in (rows, group))
     if _semantic is None:
         # Interpreted: either order is right.
         return tl.constexpr(INTERPRETED_FOURS and group % _TOLD == 0)
-    options = _semantic.builder.options
-    arch = str(getattr(options, "arch", ""))
-    if not arch.startswith("sm") or group % _TOLD:
+    if group % _TOLD:
         return tl.constexpr(False)
-    generation = int("".join(filter(str.isdigit, arch))) // 10
-    is_warpgroup = options.num_warps % 4 == 0 and rows % 64 == 0
-    return tl.constexpr(generation in (8, 12) or (generation == 9 and not is_warpgroup))
+    generation = _generation(_semantic)
+    by_warps = generation == 9 and not _by_warpgroups(rows, _semantic)
+    return tl.constexpr(generation in (8, 12) or by_warps)
+
+
+def apart(rows: Any, columns: Any, _semantic: Any = None) -> tl.constexpr:
+    """Whether a step's product of widened codes is summed by itself, and then added.
+
+    Triton makes a loop's product that only adds to sums asynchronous, and takes it apart where its
+    first operand is in registers: 3.6 into single instructions, each with a fence, a wait and a
+    descriptor made anew (77 of the 448 instructions that a thread took for 128 codes of MXFP4),
+    3.7 into two. With few columns the addition is a handful of instructions, and other programs
+    fill the wait; with many, the matrix units would wait for codes to be widened.
+
+    Args:
+        rows: of the product's sums.
+        columns: likewise: tokens.
+    """
+    rows, columns = (getattr(n, "value", n) for n in (rows, columns))
+    is_few = columns <= _FEW
+    if _semantic is None:
+        return tl.constexpr(is_few)
+    return tl.constexpr(is_few and _by_warpgroups(rows, _semantic))
+
+
+def _generation(semantic: Any) -> int:
+    """The first number of a compute capability that Triton compiles for; 0 on other hardware."""
+    arch = str(getattr(semantic.builder.options, "arch", ""))
+    return int("".join(filter(str.isdigit, arch))) // 10 if arch.startswith("sm") else 0
+
+
+def _by_warpgroups(rows: int, semantic: Any) -> bool:
+    """Whether products of so many rows are Hopper's, of four warps and 64 rows at once."""
+    is_whole = semantic.builder.options.num_warps % 4 == 0 and rows % 64 == 0
+    return is_whole and _generation(semantic) == 9
 
 
 INTERPRETED_FOURS = False
 _TOLD = 16  # numbers of a step of the instructions, the widest that are told in another order
-# So that Triton calls it while it compiles, with what it compiles for.
+_FEW = 32  # columns of sums that are added by themselves
+# So that Triton calls them while it compiles, with what it compiles for.
 fours.__triton_builtin__ = True  # type: ignore[attr-defined]
+apart.__triton_builtin__ = True  # type: ignore[attr-defined]

@@ -74,18 +74,18 @@ def e2m1(words_NW, even_NW, odd_NW, BN: tl.constexpr, BK: tl.constexpr, FOURS: t
 
     Two bits of exponent and one of mantissa, put where bf16 has its lowest ones, are 2^-126 of what
     they mean, zero and the subnormal code included: the scale, 2^126 times as large, does the rest.
-    Of each half of a word the bits of three codes lie at one distance from their places; those of
-    the fourth fill what is left.
+    Of each half of a word the bits of three codes lie at one distance from their places, around
+    the word; those of the fourth fill what is left, and one multiplication moves them by 2, 7 and
+    12: no two bits of it meet.
 
     Shapes: words u32 [BN, BK / 8]; even, odd: pairs of equal numbers of bf16 in 32 bits, likewise:
     scales of a word's first and last four codes. FOURS: as `told` has it.
     """
     places: tl.constexpr = 0x81C081C0
     a = _multiply_pairs(words_NW & places, even_NW)
-    b = _multiply_pairs(((words_NW >> 4) | (words_NW << 28)) & places, even_NW)
-    c = _multiply_pairs((words_NW << 6) & places, odd_NW)
-    last = ((words_NW << 2) & 0x80C080C0) | ((words_NW >> 6) & 0x01000100)
-    d = _multiply_pairs(last, odd_NW)
+    b = _multiply_pairs(((words_NW >> 6) | (words_NW << 26)) & places, even_NW)
+    c = _multiply_pairs(((words_NW >> 3) | (words_NW << 29)) & places, odd_NW)
+    d = _multiply_pairs(((words_NW & 0x001B001B) * 0x1084) & places, odd_NW)
     return _in_order(
         _taken_apart(a), _taken_apart(b), _taken_apart(c), _taken_apart(d), BN, BK, FOURS
     )
