@@ -28,7 +28,8 @@ from metainfer.ir.errors import Unsupported
 from metainfer.ir.whole_file import write_file
 
 _VERSION = 1  # of what is kept on disk
-# Of a thread: a dozen registers, stored and loaded. Fewer cost less than a smaller tile would.
+# Of a thread: a dozen registers, stored and loaded. Fewer cost less than a smaller tile would. A
+# launch that was timed may have its own (`Launch.most_spilled`).
 MOST_SPILLED_BYTES = 96
 _CUDA_WARP, _AMD_WARP = 32, 64
 _OLDEST_CUDA = 80  # that Triton's matrix products are made for
@@ -117,7 +118,7 @@ def faults_of(
             f"{resources.shared_bytes:,} bytes of shared memory, "
             f"{device.smem_per_block_bytes:,} are there"
         )
-    if spills and resources.spilled_bytes > MOST_SPILLED_BYTES:
+    if spills and resources.spilled_bytes > max(MOST_SPILLED_BYTES, launch.most_spilled):
         found.append(f"{resources.spilled_bytes:,} bytes of registers spilled")
     others = [i for i in resources.matrix if not _takes(i, launch.matrix)] if launch.matrix else []
     if others or (launch.matrix and not resources.matrix):

@@ -41,6 +41,8 @@ class Launch:
         most_registers: of a thread, where launches start early; 0 for as many as the compiler
             likes. Programs that take all registers of a processor keep the next launch out until
             they end.
+        most_spilled: bytes of registers that a thread of it spills where it was timed, and is
+            quicker than forms that spill none; 0 for what any may spill.
     """
 
     function: Any
@@ -51,6 +53,7 @@ class Launch:
     num_stages: int = 2
     matrix: str = ""
     most_registers: int = 0
+    most_spilled: int = 0
 
     @property
     def is_early(self) -> bool:

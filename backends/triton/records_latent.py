@@ -18,6 +18,7 @@ from metainfer.backends.torch.call import TorchCall
 from metainfer.backends.torch.constraints import state_like
 from metainfer.backends.triton.attention import (
     LATENT,
+    LATENT_LONG,
     LATENT_TILE,
     LATENT_WIDE,
     LATENT_WIDE_PREFILL,
@@ -53,6 +54,12 @@ SMALL = Efficiency(0.5, 0.12, source=f"{_SOURCE}, commit 3b4473c; memory, prefil
 WIDE = Efficiency(0.5, 0.35, source=f"{_SOURCE}; memory assumed")
 
 
+def _shared_out(memory: float, compute: float, us: float) -> Efficiency:
+    """Of a split form: 16 heads read latents at the speed of memory that it reaches."""
+    heads = f"16 sequences of 8,192 tokens, 16 heads {us} us; compute by 128 heads"
+    return Efficiency(memory, compute, source=f"{_SOURCE}, {heads}")
+
+
 # Of a block of codes by the small tile of 32 rows: of 32 keys its threads spill 592 to 1,080 bytes
 # where they are widened (sm_90 and sm_120, Triton 3.7), of 16 none.
 _CODED_KEYS = 16
@@ -67,12 +74,14 @@ class _Form:
         tile: rows at most, keys and warps.
         is_split: whether keys are shared out over programs, for few new tokens.
         needs: features of the device.
+        efficiency: as measured.
     """
 
     name: str
     tile: Tile
     is_split: bool
     needs: tuple[str, ...] = ()
+    efficiency: Efficiency = SMALL
 
     def launches(self, call: TorchCall) -> list[Launch]:
         """What one call launches."""
@@ -86,10 +95,17 @@ def register_latent_attention(kernels: Registry, layouts: LayoutRegistry) -> Non
     """Add the forms: for many new tokens and for few, each by small tiles and by those of wgmma."""
     for form in (
         _Form("prefill", LATENT_TILE, False),
-        _Form("prefill_wide", LATENT_WIDE_PREFILL, False, ("wgmma",)),
-        _Form("split16", replace(LATENT_TILE, rows=16, per_sm=2), True),
-        _Form("split32", LATENT_TILE, True),
-        _Form("split_wide", LATENT_WIDE, True, ("wgmma",)),
+        _Form("prefill_wide", LATENT_WIDE_PREFILL, False, ("wgmma",), WIDE),
+        _Form(
+            "split16",
+            replace(LATENT_TILE, rows=16, per_sm=2),
+            True,
+            (),
+            _shared_out(0.33, 0.12, 107.4),
+        ),
+        _Form("split32", LATENT_TILE, True, (), _shared_out(0.26, 0.12, 134.3)),
+        _Form("split16_long", LATENT_LONG, True, (), _shared_out(0.49, 0.14, 70.9)),
+        _Form("split_wide", LATENT_WIDE, True, ("wgmma",), _shared_out(0.41, 0.35, 84.6)),
     ):
         kernels.add(_kernel(form, layouts))
 
@@ -109,7 +125,7 @@ def _kernel(form: _Form, layouts: LayoutRegistry) -> Kernel:
             page_is_power(_STATE),
             attr_not_negative("scale"),
         ),
-        efficiency=WIDE if form.needs else SMALL,
+        efficiency=form.efficiency,
         launches=2 if form.is_split else 1,
         error=BF16_STEP,
         effort=_effort_of(form),

@@ -15,6 +15,7 @@ import torch
 from timing import Row, announce, captured_us, ceilings, run_all
 
 from metainfer.backends.triton.attention import (
+    LATENT_LONG,
     LATENT_TILE,
     LATENT_WIDE,
     LATENT_WIDE_PREFILL,
@@ -62,7 +63,7 @@ CASES = [
 ]
 SWEEP = [
     Tile(64, 32, 8, 3, 1), Tile(64, 64, 8, 2, 1), Tile(64, 32, 8, 2, 1), Tile(64, 16, 8, 2, 1),
-    Tile(32, 32, 8, 2, 1), Tile(32, 64, 8, 2, 1), Tile(16, 32, 8, 2, 2), Tile(16, 64, 8, 2, 1),
+    Tile(32, 32, 8, 2, 1), Tile(32, 64, 8, 2, 1), Tile(16, 32, 8, 2, 2),
 ]  # fmt: skip
 
 
@@ -107,7 +108,8 @@ def wrong_by(call: Attention, case: Case) -> float:
 def tiles_of(case: Case, sweep: bool) -> Iterator[tuple[str, Tile]]:
     """Forms and tiles to try."""
     if case.new <= FEW_TOKENS:
-        known = [LATENT_WIDE, LATENT_TILE, replace(LATENT_TILE, rows=16, per_sm=2)]
+        narrow = replace(LATENT_TILE, rows=16, per_sm=2)
+        known = [LATENT_WIDE, LATENT_LONG, LATENT_TILE, narrow]
         yield from (("split", tile) for tile in dict.fromkeys([*known, *(SWEEP * sweep)]))
         return
     known = [LATENT_WIDE_PREFILL, LATENT_TILE]

@@ -9,10 +9,12 @@ from torch_samples import assert_close, scalar
 from triton_attention import Case, attention_op, call_of, run_form
 from triton_worker import CARDS, applies, check_compiles, check_on_gpu, interpreted, run_named
 
+from metainfer.backends.registry import installed
 from metainfer.backends.torch.check import make_op, run_reference
 from metainfer.backends.triton.attention import LATENT_WIDE, Attention, Tile, prefill, split
-from metainfer.backends.triton.cross import resources_of
+from metainfer.backends.triton.cross import faults_of, resources_of
 from metainfer.backends.triton.records_attention import BF16_STEP
+from metainfer.compiler.cost import CostModel
 from metainfer.ir.dims import dim
 from metainfer.ir.dtypes import parse_dtype
 from metainfer.ir.entries import KV_FP8, entry_fields
@@ -20,8 +22,8 @@ from metainfer.ir.errors import Unsupported
 from metainfer.ir.types import StateType, tensor
 
 FORMS = tuple(
-    f"triton.latent_attention_{form}" for form in ("prefill", "split16", "split32")
-)  # fmt: skip
+    f"triton.latent_attention_{form}" for form in ("prefill", "split16", "split32", "split16_long")
+)
 WIDE = ("triton.latent_attention_prefill_wide", "triton.latent_attention_split_wide")
 LATENT: dict[str, Any] = {"is_latent": True, "widths": (32, 16), "scale": 0.2}
 MIXED = Case((70, 3, 33), (5, 3, 1), heads=(4, 1), **LATENT)
@@ -120,8 +122,25 @@ def settled(sequences: int) -> Attention:
 
 def test_few_sequences_spill_no_more_than_many() -> None:
     launches = [split(settled(n), LATENT_WIDE)[0] for n in (1, 15, 16, 31)]
-    spilled = [resources_of(launch, CARDS["1xh200"]).spilled_bytes for launch in launches]
-    assert max(spilled) < 300
+    card = CARDS["1xh200"]
+    taken = [resources_of(launch, card) for launch in launches]
+    assert max(found.spilled_bytes for found in taken) < 300
+    assert [faults_of(*both, card) for both in zip(taken, launches, strict=True)] == [[]] * 4
+
+
+@pytest.mark.parametrize(("heads", "wanted"), [(16, "split16_long"), (128, "split_wide")])
+def test_the_quickest_decode(heads: int, wanted: str) -> None:
+    """As timed on an H200: 16 sequences of 8,192 tokens."""
+    found, op = installed(), symbolic(heads, 64)
+    model, env = CostModel(found.layouts), {"T": 16, "B": 16, "P": 128}
+    card, split_forms = CARDS["1xh200"], ("split16", "split32", "split16_long", "split_wide")
+    seconds = {
+        form: model.kernel(
+            found.kernels.get(f"triton.latent_attention_{form}"), op, card, env
+        ).seconds
+        for form in split_forms
+    }
+    assert min(seconds, key=seconds.__getitem__) == wanted
 
 
 @pytest.mark.parametrize(

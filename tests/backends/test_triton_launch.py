@@ -133,6 +133,9 @@ def test_faults_name_what_is_over() -> None:
         "(mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32)",
     ]
     assert len(faults_of(found, launch, card, spills=False)) == 2
+    # Timed, and quicker than what spills less.
+    assert len(faults_of(found, replace(launch, most_spilled=100), card)) == 2
+    assert len(faults_of(found, replace(launch, most_spilled=99), card)) == 3
 
 
 def test_devices_that_triton_does_not_know() -> None:
