@@ -171,10 +171,11 @@ LATENT_TILE = Tile(32, 32, 8, 2, 1)
 # The same on cards with wgmma, whose products are 64 rows high.
 LATENT_WIDE = Tile(64, 64, 8, 2, 1)
 LATENT_WIDE_PREFILL = Tile(64, 32, 8, 3, 1)
-# Of few heads, where shared memory holds two blocks of 64 keys.
+# Of few heads: blocks twice as long.
 LATENT_LONG = Tile(16, 64, 8, 2, 1)
-# Bytes that a thread of the widest split form spills; of the tiles that spill nothing the best
-# takes an eighth more (H200, 16 and 64 sequences of 8,192 tokens, 2026-11-30).
+# Bytes that a thread of the widest split form may spill: it spills 180 to 348. Of 128 heads the
+# best of the tiles that spill nothing takes an eighth more (H200, 16 and 64 sequences of 8,192
+# tokens, 2026-11-30).
 _WIDE_SPILLS = 352
 
 
@@ -268,7 +269,7 @@ def split(call: Attention, tile: Tile | None = None, programs: int = 0) -> list[
             attention_split, (programs,), arguments, constants, tile.num_warps, tile.num_stages,
             matrix_of(call),
             most_registers=_SPLIT_REGISTERS if tile.rows <= _FEW_ROWS and not call.rotary else 0,
-            most_spilled=_WIDE_SPILLS if tile == LATENT_WIDE else 0,
+            most_spilled=_WIDE_SPILLS if tile == LATENT_WIDE and call.k_scales is None else 0,
         ),
         Launch(attention_combine, (tokens * heads,), joined, joining, warps, 1),
     ]  # fmt: skip

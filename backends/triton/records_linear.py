@@ -84,9 +84,9 @@ _UNSHARED = (
 )
 _WIDENING = f"{_ON}, e4m3 in blocks of 128, N=28672, M=1024: 329 (m64) and 416 TFLOP/s (m128)"
 _FP4 = (
-    f"{_ON}, fitted to N=28672 and 2048 of K=4096 and N=4096 of K=14336, mxfp4, M=1 and 16; M=1 in "
-    "us, programs that share sums 24.2 (0.6 of the bandwidth), 5.4, 14.3, others 28.0, 12.0, 39.0; "
-    "64 rows timed at 16"
+    f"{_ON}, mxfp4, in us: N=28672, K=4096 M=1 24.2 (0.63 of the sustained bandwidth), without "
+    "shared sums 28.0; K=14336, N=4096 14.3 and 39.0, N=2048, K=4096 5.4 (priced 9.5) and 12.0; "
+    "M=64 of the first two 42.2 and 33.4 (wide64), 57.7 and 34.7 (few64)"
 )
 _TIMED = (
     f"{_ON}: times of 12 products of Llama-3.1-8B, Qwen3-30B-A3B and DeepSeek-V3 at 1 to 4,096 "

@@ -128,19 +128,29 @@ def test_few_sequences_spill_no_more_than_many() -> None:
     assert [faults_of(*both, card) for both in zip(taken, launches, strict=True)] == [[]] * 4
 
 
-@pytest.mark.parametrize(("heads", "wanted"), [(16, "split16_long"), (128, "split_wide")])
-def test_the_quickest_decode(heads: int, wanted: str) -> None:
-    """As timed on an H200: 16 sequences of 8,192 tokens."""
+ALL = tuple(name.rpartition(".")[2] for name in (*FORMS, *WIDE))
+
+
+@pytest.mark.parametrize(
+    ("card", "heads", "env", "wanted"),
+    [
+        # As timed.
+        ("1xh200", 16, {"T": 16, "B": 16, "P": 128}, "split16_long"),
+        ("1xh200", 128, {"T": 16, "B": 16, "P": 128}, "split_wide"),
+        ("1xh200", 128, {"T": 8192, "B": 4, "P": 32}, "prefill_wide"),
+        ("8xpcie", 16, {"T": 8192, "B": 4, "P": 32}, "prefill"),
+        ("8xpcie", 128, {"T": 8192, "B": 4, "P": 32}, "prefill"),
+    ],
+)  # fmt: skip
+def test_the_cheapest(card: str, heads: int, env: dict[str, int], wanted: str) -> None:
     found, op = installed(), symbolic(heads, 64)
-    model, env = CostModel(found.layouts), {"T": 16, "B": 16, "P": 128}
-    card, split_forms = CARDS["1xh200"], ("split16", "split32", "split16_long", "split_wide")
+    model, limits = CostModel(found.layouts), {k: (n, n) for k, n in env.items()}
     seconds = {
-        form: model.kernel(
-            found.kernels.get(f"triton.latent_attention_{form}"), op, card, env
-        ).seconds
-        for form in split_forms
+        name: model.kernel(found.kernels.get(f"triton.{name}"), op, CARDS[card], env).seconds
+        for name in ALL
+        if not applies(f"triton.{name}", op, CARDS[card], limits)
     }
-    assert min(seconds, key=seconds.__getitem__) == wanted
+    assert min(seconds, key=seconds.__getitem__) == f"latent_attention_{wanted}"
 
 
 @pytest.mark.parametrize(

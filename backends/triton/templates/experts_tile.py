@@ -119,7 +119,7 @@ def add_product(
             )
             near = scale_value(near, POWERS)
             w = w.to(tl.float32) * spread(near, OUT, DEPTH, WIDE)
-            acc = added_told(x, w.to(x.dtype), acc, TURNED, False)  # x is told already
+            acc = added_told(x, w.to(x.dtype), acc, TURNED, False)  # told above, if at all
         else:
             part = product(x, w.to(x.dtype), tl.zeros(acc.shape, tl.float32), TURNED)
             acc += scaled(

@@ -80,7 +80,7 @@ def _by_warpgroups(rows: int, semantic: Any) -> bool:
 
 INTERPRETED_FOURS = False
 _TOLD = 16  # numbers of a step of the instructions, the widest that are told in another order
-_FEW = 32  # columns of sums that are added by themselves
+_FEW = 32  # columns of sums that are added by themselves; part of no key of Triton's
 # So that Triton calls them while it compiles, with what it compiles for.
 fours.__triton_builtin__ = True  # type: ignore[attr-defined]
 apart.__triton_builtin__ = True  # type: ignore[attr-defined]

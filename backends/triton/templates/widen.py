@@ -85,7 +85,9 @@ def e2m1(words_NW, even_NW, odd_NW, BN: tl.constexpr, BK: tl.constexpr, FOURS: t
     a = _multiply_pairs(words_NW & places, even_NW)
     b = _multiply_pairs(((words_NW >> 6) | (words_NW << 26)) & places, even_NW)
     c = _multiply_pairs(((words_NW >> 3) | (words_NW << 29)) & places, odd_NW)
-    d = _multiply_pairs(((words_NW & 0x001B001B) * 0x1084) & places, odd_NW)
+    # What is moved past the word is meant to be lost, in debugging, too.
+    moved = tl.mul(words_NW & 0x001B001B, 0x1084, sanitize_overflow=False)
+    d = _multiply_pairs(moved & places, odd_NW)
     return _in_order(
         _taken_apart(a), _taken_apart(b), _taken_apart(c), _taken_apart(d), BN, BK, FOURS
     )
