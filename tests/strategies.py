@@ -2,10 +2,13 @@
 
 Graphs are well formed as text (every name defined once, before use) but their ops are arbitrary
 words: types need not fit. Use them where structure matters, not numbers.
+
+Strategies are kept: hypothesis checks each object once, which takes as long as many draws from it.
 """
 
 import math
 import string
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -63,6 +66,7 @@ WORDS = st.one_of(BARE.map("w".__add__), KEYWORDS, TEXTS)
 OP_NAMES = st.sampled_from(["add", "linear", "rms_norm", "matmul", "kv_write", "copy"]) | WORDS
 
 
+@cache
 def dims(symbols: tuple[str, ...] = SYMBOLS) -> st.SearchStrategy[Dim]:
     """Sizes over the symbols, numbers included."""
     leaves = st.integers(0, 1 << 40).map(dim)
@@ -83,6 +87,7 @@ def dims(symbols: tuple[str, ...] = SYMBOLS) -> st.SearchStrategy[Dim]:
     )
 
 
+@cache
 def dtypes() -> st.SearchStrategy[DType]:
     """Scalars and block formats."""
     scalars = st.sampled_from(SCALAR_NAMES).map(parse_dtype)
@@ -98,19 +103,35 @@ def dtypes() -> st.SearchStrategy[DType]:
     )
 
 
+@cache
+def _shapes(symbols: tuple[str, ...]) -> st.SearchStrategy[list[Dim]]:
+    return st.lists(dims(symbols), max_size=4)
+
+
+@cache
+def _axes(rank: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Where axes of a mesh lie in a tensor of so many dims."""
+    places = st.just(PARTIAL) | st.integers(0, max(0, rank - 1))
+    return st.dictionaries(st.sampled_from(["tp", "ep", "odd axis"]), places, max_size=2)
+
+
+_QUARTER = st.integers(0, 3)  # what is drawn one time in four
+_LAYOUTS = TEXTS | st.just("cpu.u4g32_n8")
+
+
 @st.composite
 def tensor_types(draw: st.DrawFn, symbols: tuple[str, ...] = SYMBOLS) -> TensorType:
     """Tensor types, some sharded, some with a layout."""
-    shape = tuple(draw(st.lists(dims(symbols), max_size=4)))
+    shape = tuple(draw(_shapes(symbols)))
     sharding = Sharding()
-    if draw(st.integers(0, 3)) == 0:
-        places = st.just(PARTIAL) | st.integers(0, max(0, len(shape) - 1))
-        axes = draw(st.dictionaries(st.sampled_from(["tp", "ep", "odd axis"]), places, max_size=2))
+    if draw(_QUARTER) == 0:
+        axes = draw(_axes(len(shape)))
         sharding = Sharding.of({a: p for a, p in axes.items() if shape or p == PARTIAL})
-    layout = draw(TEXTS | st.just("cpu.u4g32_n8")) if draw(st.integers(0, 3)) == 0 else ""
+    layout = draw(_LAYOUTS) if draw(_QUARTER) == 0 else ""
     return TensorType(shape, draw(dtypes()), sharding, layout)
 
 
+@cache
 def state_types(symbols: tuple[str, ...] = SYMBOLS) -> st.SearchStrategy[StateType]:
     """State types of every kind and growth."""
     return st.builds(
@@ -122,12 +143,14 @@ def state_types(symbols: tuple[str, ...] = SYMBOLS) -> st.SearchStrategy[StateTy
     )
 
 
+@cache
 def types(symbols: tuple[str, ...] = SYMBOLS) -> st.SearchStrategy[Type]:
     """Types of any value."""
     plain = tensor_types(symbols)
     return st.one_of(plain, plain, plain, state_types(symbols))
 
 
+@cache
 def attr_values(symbols: tuple[str, ...] = SYMBOLS) -> st.SearchStrategy[Attr]:
     """Values of attributes, nested tuples included."""
     leaves: st.SearchStrategy[Any] = st.one_of(
@@ -141,12 +164,28 @@ def attr_values(symbols: tuple[str, ...] = SYMBOLS) -> st.SearchStrategy[Attr]:
     return st.recursive(leaves, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=6)
 
 
+@cache
+def _rows(symbols: tuple[str, ...]) -> st.SearchStrategy[list[Choice]]:
+    row = st.builds(Choice, WORDS, st.sampled_from(symbols), st.integers(1, 1 << 20))
+    return st.lists(row, max_size=2)
+
+
 @st.composite
 def _choices(draw: st.DrawFn, symbols: tuple[str, ...]) -> tuple[Choice, ...]:
-    if not symbols or draw(st.integers(0, 3)):
+    if not symbols or draw(_QUARTER):
         return ()
-    rows = st.builds(Choice, WORDS, st.sampled_from(symbols), st.integers(1, 1 << 20))
-    return (*draw(st.lists(rows, max_size=2)), Choice(draw(WORDS)))
+    return (*draw(_rows(symbols)), Choice(draw(WORDS)))
+
+
+@cache
+def _attrs(symbols: tuple[str, ...]) -> st.SearchStrategy[dict[str, Attr]]:
+    return st.dictionaries(WORDS, attr_values(symbols), max_size=2)
+
+
+_NAMES = OP_NAMES | st.sampled_from(["fused", "call"])
+_BODY_NAMES = st.just("body") | WORDS
+_SOURCES = st.none() | st.builds(Source, TEXTS, st.integers(1, 9999))
+_TAILS = st.lists(VALUE_NAMES, max_size=2, unique=True)
 
 
 def _after(scope: dict[str, Value], results: list[Value]) -> st.SearchStrategy[tuple[str, ...]]:
@@ -167,19 +206,19 @@ def ops(draw: st.DrawFn, scope: dict[str, Value], symbols: tuple[str, ...], dept
         if name not in scope:
             results.append(Value(name, draw(types(symbols))))
             scope[name] = results[-1]
-    name = draw(OP_NAMES | st.sampled_from(["fused", "call"]))
-    attrs = draw(st.dictionaries(WORDS, attr_values(symbols), max_size=2))
+    name = draw(_NAMES)
+    attrs = draw(_attrs(symbols))
     if name in ("fused", "call") and draw(st.booleans()):
         attrs["kind" if name == "fused" else "block"] = draw(WORDS)
     has_body = name == "fused" and depth < 2 and draw(st.booleans())
-    body_name = draw(st.just("body") | WORDS)
+    body_name = draw(_BODY_NAMES)
     return Op(
         name,
         tuple(operands),
         tuple(results),
         attrs_of(attrs),
         body=draw(graphs(symbols, body_name, depth + 1)) if has_body else None,
-        source=draw(st.none() | st.builds(Source, TEXTS, st.integers(1, 9999))),
+        source=draw(_SOURCES),
         stream=draw(st.sampled_from([0, 0, 1, 2])),
         after=draw(_after(scope, results)),
         choices=draw(_choices(symbols)),
@@ -194,7 +233,7 @@ def graphs(
     scope: dict[str, Value] = {}
     declared: dict[str, list[Value]] = {"%": [], "@": [], "$": []}
     for sigil, values in declared.items():
-        for tail in draw(st.lists(VALUE_NAMES, max_size=2, unique=True)):
+        for tail in draw(_TAILS):
             type_ = draw(state_types(symbols) if sigil == "$" else types(symbols))
             values.append(Value(sigil + tail, type_))
             scope[sigil + tail] = values[-1]
@@ -214,14 +253,19 @@ def graphs(
     )
 
 
+_ODD_SIZES = st.sets(st.sampled_from(["n_1", "ceil", "S0"]))
+_BLOCKS = st.lists(WORDS.filter(lambda w: w != "main"), max_size=2, unique=True)
+_MESHES = st.dictionaries(WORDS, st.integers(1, 8), max_size=2)
+
+
 @st.composite
 def modules(draw: st.DrawFn) -> Module:
     """Modules whose graphs use only declared sizes; those of the step are always declared."""
-    names = (*STEP_SYMBOLS, *draw(st.sets(st.sampled_from(["n_1", "ceil", "S0"]))))
+    names = (*STEP_SYMBOLS, *sorted(draw(_ODD_SIZES)))
     low = draw(st.integers(0, 4))
-    blocks = draw(st.lists(WORDS.filter(lambda w: w != "main"), max_size=2, unique=True))
+    blocks = draw(_BLOCKS)
     loads = draw(st.lists(st.sampled_from([*blocks, "main"]), max_size=2, unique=True))
-    mesh = draw(st.dictionaries(WORDS, st.integers(1, 8), max_size=2))
+    mesh = draw(_MESHES)
     return Module(
         name=draw(WORDS),
         symbols=tuple(Symbol(n, low, 8192) for n in names),
