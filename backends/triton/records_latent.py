@@ -37,6 +37,7 @@ from metainfer.backends.triton.records_attention import (
     attr_not_negative,
     once_paged,
     page_is_power,
+    state_is_plain,
 )
 from metainfer.backends.triton.scratch import scratch_bytes
 from metainfer.hardware.device import Device
@@ -73,15 +74,15 @@ class _Form:
         name: of the kernel, behind "triton.latent_attention_".
         tile: rows at most, keys and warps.
         is_split: whether keys are shared out over programs, for few new tokens.
-        needs: features of the device.
         efficiency: as measured.
+        requires: what it wants beside what all forms do.
     """
 
     name: str
     tile: Tile
     is_split: bool
-    needs: tuple[str, ...] = ()
-    efficiency: Efficiency = SMALL
+    efficiency: Efficiency
+    requires: tuple[Constraint, ...] = ()
 
     def launches(self, call: TorchCall) -> list[Launch]:
         """What one call launches."""
@@ -93,20 +94,17 @@ class _Form:
 
 def register_latent_attention(kernels: Registry, layouts: LayoutRegistry) -> None:
     """Add the forms: for many new tokens and for few, each by small tiles and by those of wgmma."""
+    narrow, wgmma = replace(LATENT_TILE, rows=16, per_sm=2), (feature("wgmma"),)
+    # Codes of long blocks were not timed, and spill.
+    plain = (state_is_plain(_STATE),)
     for form in (
-        _Form("prefill", LATENT_TILE, False),
-        _Form("prefill_wide", LATENT_WIDE_PREFILL, False, ("wgmma",), WIDE),
-        _Form(
-            "split16",
-            replace(LATENT_TILE, rows=16, per_sm=2),
-            True,
-            (),
-            _shared_out(0.33, 0.12, 107.4, 75),
-        ),
-        _Form("split32", LATENT_TILE, True, (), _shared_out(0.26, 0.12, 134.3, 79)),
+        _Form("prefill", LATENT_TILE, False, SMALL),
+        _Form("prefill_wide", LATENT_WIDE_PREFILL, False, WIDE, wgmma),
+        _Form("split16", narrow, True, _shared_out(0.33, 0.12, 107.4, 75)),
+        _Form("split32", LATENT_TILE, True, _shared_out(0.26, 0.12, 134.3, 79)),
         # Of the arithmetic no more than those beside it, which 128 heads take on other cards.
-        _Form("split16_long", LATENT_LONG, True, (), _shared_out(0.49, 0.12, 70.9, 100)),
-        _Form("split_wide", LATENT_WIDE, True, ("wgmma",), _shared_out(0.41, 0.35, 84.6, 258)),
+        _Form("split16_long", LATENT_LONG, True, _shared_out(0.49, 0.12, 70.9, 100), plain),
+        _Form("split_wide", LATENT_WIDE, True, _shared_out(0.41, 0.35, 84.6, 258), wgmma),
     ):
         kernels.add(_kernel(form, layouts))
 
@@ -119,13 +117,12 @@ def _kernel(form: _Form, layouts: LayoutRegistry) -> Kernel:
         requires=(
             device_kind("gpu"),
             feature("triton"),
-            *(feature(f) for f in form.needs),
             dtype(0, "bf16", "f16"),
             state_like(_STATE, 0),
             latent_widths(),
             page_is_power(_STATE),
             attr_not_negative("scale"),
-            *((_plain(),) if form.tile == LATENT_LONG else ()),
+            *form.requires,
         ),
         efficiency=form.efficiency,
         launches=2 if form.is_split else 1,
@@ -135,16 +132,6 @@ def _kernel(form: _Form, layouts: LayoutRegistry) -> Kernel:
         binder=TritonBinder(form.launches),
     )
     return replace(made, workspace=_workspace_of(form.tile)) if form.is_split else made
-
-
-def _plain() -> Constraint:
-    """Latents are kept as plain numbers: codes of long blocks were not timed, and spill."""
-
-    def check(query: Query) -> str | None:
-        kept = query.op.operands[_STATE].state.field_type(FIELD).dtype
-        return None if kept.name in ("bf16", "f16") else str(kept)
-
-    return Constraint("latents in bf16 or f16", check)
 
 
 def latent_widths() -> Constraint:

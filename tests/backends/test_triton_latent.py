@@ -167,6 +167,13 @@ def test_what_they_refuse(op: Any, words: str) -> None:
         assert words in " ".join(applies(name, op, CARDS["8xpcie"], limits))
 
 
+def test_long_blocks_are_of_plain_numbers() -> None:
+    limits = {k: (1, n) for k, n in DECODE.items()}
+    for dtype, refused in (("bf16", []), (str(KV_FP8), ["found codes"])):
+        found = applies(FORMS[-1], symbolic(16, 64, dtype), CARDS["1xh200"], limits)
+        assert [text.rpartition(", ")[2] for text in found] == refused
+
+
 def test_what_the_launchers_refuse() -> None:
     call = call_of(*attention_op(MIXED), "cpu")
     with pytest.raises(Unsupported, match="latents of 24 numbers"):

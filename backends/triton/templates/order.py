@@ -6,7 +6,8 @@ by keys. What is here is part of no key of Triton's: a change needs a change of 
 or Triton runs what it has on disk. (`cross` knows by this file's text.)
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import triton.language as tl
 
@@ -22,6 +23,17 @@ BYTES: tl.constexpr = tl.constexpr(64)  # codes of a byte, likewise
 LIFT: tl.constexpr = tl.constexpr(4294967296.0)
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _while_compiling(function: _Function) -> _Function:
+    """Have Triton call a function while it compiles, with what it compiles for."""
+    marked: Any = function
+    marked.__triton_builtin__ = True
+    return function
+
+
+@_while_compiling
 def fours(rows: Any, group: Any = 0, _semantic: Any = None) -> tl.constexpr:
     """Whether a product of widened codes is told its numbers by fours.
 
@@ -46,6 +58,7 @@ def fours(rows: Any, group: Any = 0, _semantic: Any = None) -> tl.constexpr:
     return tl.constexpr(generation in (8, 12) or by_warps)
 
 
+@_while_compiling
 def apart(rows: Any, columns: Any, _semantic: Any = None) -> tl.constexpr:
     """Whether a step's product of widened codes is summed by itself, and then added.
 
@@ -81,6 +94,3 @@ def _by_warpgroups(rows: int, semantic: Any) -> bool:
 INTERPRETED_FOURS = False
 _TOLD = 16  # numbers of a step of the instructions, the widest that are told in another order
 _FEW = 32  # columns of sums that are added by themselves; part of no key of Triton's
-# So that Triton calls them while it compiles, with what it compiles for.
-fours.__triton_builtin__ = True  # type: ignore[attr-defined]
-apart.__triton_builtin__ = True  # type: ignore[attr-defined]
